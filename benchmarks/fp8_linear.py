@@ -24,7 +24,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: E402, F401
-from slime.backends.megatron_utils.layers.fp8_linear import ROW, Fp8Product, kernels_for, rounded  # noqa: E402
+from slime.ext.low_precision.fp8_linear import ROW, Fp8Product, kernels_for, rounded  # noqa: E402
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK  # noqa: E402
 
 

@@ -21,7 +21,9 @@ from slime.utils.misc import load_function
 if TYPE_CHECKING:
     from slime.ray.train_loop import TrainJob
 
+TRANSFORMS_OF_BOTH = {"fp8": "slime.ext.low_precision.fp8_linear:Fp8"}
 TRANSFORMS = {
+    **TRANSFORMS_OF_BOTH,
     "int4_qat": "slime.ext.low_precision.fake_quantize:FakeInt4",
     "lora_rank": "slime.ext.lora.transform:Lora",
 }
@@ -78,10 +80,12 @@ def parts(args: Namespace) -> Parts:
 
         observers = (Part("slime.ext.ledger.ledger:Ledger"),)
         outputs["--rollout-ledger-dir"] = ledger_folder(args)
+    critic = vars(args).get("critic_args")
     beside = args.eval_in_background and not args.debug_train_only
     return Parts(
         sinks=sinks(args),
         transforms=_chosen(args, TRANSFORMS),
+        critic_transforms=_chosen(critic, TRANSFORMS_OF_BOTH) if critic is not None else (),
         evaluation=Part("slime.ext.eval_background.evaluation:BackgroundEvaluation") if beside else None,
         observers=observers,
         outputs=outputs,

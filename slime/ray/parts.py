@@ -68,6 +68,8 @@ class Parts:
     """Subclasses of ``telemetry.Sink``, which take the telemetry of every process beside ``metrics.jsonl``."""
     transforms: tuple[Part, ...] = ()
     """Subclasses of ``ModelTransform``: changes of the actor's model after it is built."""
+    critic_transforms: tuple[Part, ...] = ()
+    """The critic's."""
     evaluation: Part | None = None
     """A subclass of :class:`Evaluation`; None when the loop waits for evaluations."""
     observers: tuple[Part, ...] = ()

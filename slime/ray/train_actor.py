@@ -78,13 +78,12 @@ class TrainRayActor(Watched, RayActor):
         Returns:
             the rollout to start with.
         """
-        parts, chosen = self.parts, dict[str, Any]()
+        parts = self.parts
         telemetry.start(args, f"{role} {self.worker.rank}", load_all(parts.sinks))
         check_trainer_hooks(args)
-        if role == "actor":
-            transport = parts.transport.load() if parts.transport is not None else None
-            chosen = {"transforms": load_all(parts.transforms), "transport": transport}
-        return self.worker.init(args, role, with_ref, with_opd_teacher, **chosen)
+        transforms = load_all(parts.transforms if role == "actor" else parts.critic_transforms)
+        transport = parts.transport.load() if role == "actor" and parts.transport is not None else None
+        return self.worker.init(args, role, with_ref, with_opd_teacher, transforms=transforms, transport=transport)
 
     def get_parallel_config(self) -> dict[str, int]:
         """Return parallel group sizes and this rank's place in them."""

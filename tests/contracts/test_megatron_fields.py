@@ -27,7 +27,7 @@ FIELDS = {
 
 
 OF_THE_TRAINER = """
-    initialize model_provider layers.fp8_linear layers.value_head layers.attention layers.norm
+    initialize model_provider layers.value_head layers.attention layers.norm
     layers.layer_specs layers.latent_attention layers.rotary models.deepseek
     layers.experts layers.token_dispatcher flags.resolve_arguments flags.check_arguments adam model train_step
 """
@@ -39,7 +39,10 @@ OF_MEGATRON = """
     distributed.distributed_data_parallel distributed.param_and_grad_buffer
 """
 READ_BY_THE_CONFIG = {"embedding_init_method_std", "moe_router_topk_limited_devices"}
-READERS = [f"slime.backends.megatron_utils.{name}" for name in OF_THE_TRAINER.split()]
+READERS = [
+    *(f"slime.backends.megatron_utils.{name}" for name in OF_THE_TRAINER.split()),
+    "slime.ext.low_precision.fp8_linear",
+]
 READERS += [f"megatron.core.{name}" for name in OF_MEGATRON.split()]
 """The modules of the trainer, and of megatron-core beneath it, that read its configs."""
 

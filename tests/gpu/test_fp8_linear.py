@@ -9,8 +9,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels need Triton, which is installed on GPU machines")
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: E402, F401
-from slime.backends.megatron_utils.layers import fp8_kernels, fp8_linear  # noqa: E402
-from slime.backends.megatron_utils.layers.fp8_linear import Fp8Product  # noqa: E402
+from slime.ext.low_precision import fp8_kernels, fp8_linear  # noqa: E402
+from slime.ext.low_precision.fp8_linear import Fp8Product  # noqa: E402
 from slime.weights.quantize.block_fp8 import quantize_block  # noqa: E402
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(300)]

@@ -19,7 +19,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.own_flags import load_spec
-from slime.backends.megatron_utils.layers.fp8_linear import use_fp8
 from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, block_spec_of_flags
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp, get_mtp_spec, without_mtp
 from slime.backends.megatron_utils.layers.value_head import ValueHead, find_value_head
@@ -68,8 +67,6 @@ def get_model_provider(
         if args.recompute_granularity is not None and embedding is not None:
             # A recomputed block has a backward pass only where an input of it needs a gradient.
             embedding.register_forward_hook(_needing_gradient)
-        if args.fp8:
-            use_fp8(model)
         for transform in transforms:
             transform.after_build(model)
             if isinstance(transform, AddedParameters):

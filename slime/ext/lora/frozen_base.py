@@ -22,7 +22,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 
-from slime.backends.megatron_utils.layers.fp8_linear import matrices, multiply_by
+from slime.backends.megatron_utils.layers.products import matrices, multiply_by
 from slime.backends.megatron_utils.parameters import Shard
 from slime.weights.quantize.block_fp8 import dequantize_block, quantize_block
 from slime.weights.quantize.group_int import dequantize_group, pack, quantize_group, unpack

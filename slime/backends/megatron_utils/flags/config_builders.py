@@ -34,7 +34,7 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         "params_dtype": args.params_dtype,
         "pipeline_dtype": torch.float32 if args.fp32_residual_connection else args.params_dtype,
         "autocast_dtype": args.params_dtype,
-        # The layers' own (fp8_linear); to megatron-core it means TransformerEngine's.
+        # A transform of the model (low_precision); to megatron-core it means TransformerEngine's.
         "fp8": None,
         "variable_seq_lengths": True,
         # A sent output is let go of before it has left: CUDA's allocator keeps the memory, gloo would send garbage.

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.layers import fp8_linear
-from slime.backends.megatron_utils.layers.fp8_linear import Fp8Product, Rows, qkv_rows, rounded
+from slime.backends.megatron_utils.layers.products import experts_linear
 from slime.backends.megatron_utils.models.qwen3_next import merge_gated_qkv
+from slime.ext.low_precision import fp8_linear
+from slime.ext.low_precision.fp8_linear import Fp8Product, Rows, qkv_rows, rounded
 from slime.weights.quantize.block_fp8 import quantize_block
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data
@@ -92,7 +93,7 @@ def test_gates_of_queries_have_the_blocks_of_the_checkpoints_matrix() -> None:
 def test_each_expert_has_products_and_blocks_of_its_own() -> None:
     stacked = Namespace(weight=draw(3, 256, 40).requires_grad_())
     x = draw(6, 40, seed=1)
-    y = fp8_linear.experts_linear(Rows((128, 128)), stacked, x, torch.tensor([4, 0, 2]))
+    y = experts_linear(Rows((128, 128)), stacked, x, torch.tensor([4, 0, 2]))
     expected = [by_loops(x[:4], 1, 128) @ by_loops(stacked.weight[0].detach(), 128, 128).t()]
     expected += [by_loops(x[4:], 1, 128) @ by_loops(stacked.weight[2].detach(), 128, 128).t()]
     torch.testing.assert_close(y, torch.cat(expected), rtol=1e-6, atol=1e-5)

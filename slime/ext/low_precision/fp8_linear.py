@@ -18,26 +18,24 @@ Shapes: T = tokens, N = outputs, K = inputs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from torch import Tensor
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
 
 from slime.backends.megatron_utils.layers.experts import StackedLinear
-from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLinear
+from slime.backends.megatron_utils.layers.products import matrices, multiply_by
+from slime.backends.megatron_utils.model_transform import ModelTransform
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, dequantize_block, quantize_block
 
 logger = logging.getLogger(__name__)
@@ -88,7 +86,7 @@ def kernels_for(x: Tensor, weight: Tensor) -> ModuleType | None:
         return None
     if any(size % BLOCK for size in weight.shape):
         return None
-    from slime.backends.megatron_utils.layers import fp8_kernels
+    from slime.ext.low_precision import fp8_kernels
 
     return fp8_kernels if fp8_kernels.are_proven(x.device) else None
 
@@ -117,68 +115,22 @@ class Rows:
         return y if self.order is None else y.index_select(1, self.order.argsort().to(y.device))
 
 
-class Products(Protocol):
-    """A way to multiply by the weight of a layer."""
-
-    def product(self, x: Tensor, weight: Tensor, index: int = 0) -> Tensor:
-        """Return ``x @ weight.T``, [T, N]; the weight is the layer's, or its expert ``index``'s."""
-
-
-def linear(
-    rows: Products,
-    input: Tensor,  # noqa: A002 - the names are Megatron's
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    allreduce_dgrad: bool = False,
-    sequence_parallel: bool = False,
-    tp_group: Any = None,
-    **unused: Any,
-) -> Tensor:
-    """Take the place of a Megatron linear layer's ``_forward_impl``; the gathered input is kept for the backward."""
-    if sequence_parallel:
-        input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
-    elif allreduce_dgrad:
-        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-    y = rows.product(input.flatten(0, -2), weight).unflatten(0, input.shape[:-1])
-    return y if bias is None else y + bias
-
-
-def experts_linear(rows: Products, module: StackedLinear, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """Take the place of ``StackedLinear.forward``: one product an expert, which needs the counts on the host."""
-    counts = tokens_per_expert.tolist()
-    pairs = zip(x.split(counts), module.weight.unbind(0), strict=True)
-    return torch.cat([rows.product(tokens, matrix, index) for index, (tokens, matrix) in enumerate(pairs)])
-
-
-def replicated_linear(rows: Products, module: ReplicatedLinear, x: Tensor) -> Tensor:
-    """Take the place of ``ReplicatedLinear.forward``."""
-    return rows.product(x.flatten(0, -2), module.weight).unflatten(0, x.shape[:-1])
-
-
-def multiply_by(rows: Products, module: torch.nn.Module) -> None:
-    """Have a linear module of :func:`matrices` multiply in another way."""
-    if isinstance(module, StackedLinear):
-        vars(module)["forward"] = partial(experts_linear, rows, module)
-    elif isinstance(module, ReplicatedLinear):
-        vars(module)["forward"] = partial(replicated_linear, rows, module)
-    else:
-        vars(module)["_forward_impl"] = partial(linear, rows)
-
-
-def use_fp8(model: torch.nn.Module) -> None:
-    """Let the matrices of the model's layers be multiplied in FP8.
+class Fp8(ModelTransform):
+    """Lets the matrices of the model's layers be multiplied in FP8.
 
     Embedding, vocabulary projection, routers, norms and what joins an MTP layer to the model stay as they are, and so
     do the layers of ``--first-last-layers-bf16``.
     """
-    count = 0
-    for layer in model.modules():
-        if isinstance(layer, TransformerLayer) and not _stays_bf16(layer):
-            for owner, name, module in matrices(layer):
-                multiply_by(_rows_of(owner, name, module), module)
-                count += 1
-    logger.info("%d matrices are multiplied in FP8 by blocks", count)
+
+    def after_build(self, chunk: torch.nn.Module) -> None:
+        """Change the layers of a chunk."""
+        count = 0
+        for layer in chunk.modules():
+            if isinstance(layer, TransformerLayer) and not _stays_bf16(layer):
+                for owner, name, module in matrices(layer):
+                    multiply_by(_rows_of(owner, name, module), module)
+                    count += 1
+        logger.info("%d matrices are multiplied in FP8 by blocks", count)
 
 
 def _stays_bf16(layer: TransformerLayer) -> bool:
@@ -188,14 +140,6 @@ def _stays_bf16(layer: TransformerLayer) -> bool:
     # The layers of MTP are numbered on from the model's own, and are none of its last.
     first_of_end = config.num_layers - config.num_layers_at_end_in_bf16 + 1
     return number <= config.num_layers_at_start_in_bf16 or first_of_end <= number <= config.num_layers
-
-
-def matrices(layer: TransformerLayer) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """Yield (owner, name, module) of the layer's linear modules; their subclasses have a forward pass of their own."""
-    for owner in layer.modules():
-        for name, module in owner.named_children():
-            if type(module) in (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, StackedLinear):
-                yield owner, name, module
 
 
 def _rows_of(owner: torch.nn.Module, name: str, module: torch.nn.Module) -> Rows:
