@@ -5,8 +5,14 @@
 
 One rank, random weights.  In a round every client sends a request of ``--client-tokens`` tokens and takes a step of
 Adam; the requests of all go to the trainer in one call.  The local run is ``train.py``'s step over the same
-micro-batches with one adapter (its own optimizer; no log-prob pass).  HTTP and Ray are not in it.  A swap is the copy
-of an adapter from the host into the model; the latency of a step is the time of its round.
+micro-batches with one adapter (its own optimizer; no log-prob pass).  HTTP and Ray are not in it.  The service runs
+
+    one by one     each client's request alone in its micro-batches, adapters on the host between them
+    on the GPU     the same, with --training-api-gpu-adapters
+    packed         that, with --training-api-pack-clients
+
+A swap is an adapter's way into the model; the latency of a step is the time of its round.  With several clients each
+row says whether the log-probs and the gradient of the first are the same, to the bit, when it is alone.
 """
 
 from __future__ import annotations
@@ -46,7 +52,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=4096, help="longest sequence")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16], help="numbers of clients")
     parser.add_argument(
-        "--client-tokens", type=int, nargs="+", metavar="N", help="tokens of a request. Default: --tokens, a quarter"
+        "--client-tokens",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="tokens of a request. Default: --tokens, / 4, / 16",
     )
     parser.add_argument("--rounds", type=int, default=3, help="measured, behind one that warms up")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON of the numbers")
@@ -88,6 +98,18 @@ def local_rate(args: Namespace, options: argparse.Namespace, trained: Trained, n
     return options.tokens * num_microbatches / step_s
 
 
+def is_exact(trainer: Any, requests: list[Any]) -> bool:
+    """Return whether other clients change no bit of the first one's log-probs and gradient."""
+    found = []
+    for together in (requests, requests[:1]):
+        for request in together:
+            trainer.drop_gradient(request.model_id)
+        outputs = trainer.run(together)[0]
+        found.append([torch.from_numpy(outputs[index]["logprobs"]) for index in sorted(outputs)])
+        found[-1].append(trainer._states[requests[0].model_id].gradient.clone())
+    return all(map(torch.equal, *found))
+
+
 def measure(args: Namespace, options: argparse.Namespace, trainer: Any, clients: int, client_tokens: int) -> dict:
     """Return the numbers of rounds of so many clients; makes those that are missing."""
     from slime.ext.training_api.backend import AdamParams, LoraSpec
@@ -101,20 +123,23 @@ def measure(args: Namespace, options: argparse.Namespace, trainer: Any, clients:
     steps_s = median_s(
         lambda _: [trainer.step(name, AdamParams(learning_rate=1e-5)) for name in names], options.rounds
     )
-
-    def swaps(_: int) -> None:
-        for name in names:
-            trainer._in_model = None
-            trainer._swap_in(name)
-
+    states = list(trainer._states.values())[:1]
     return {
         "clients": clients,
         "client_tokens": client_tokens,
         "tokens_per_s": clients * client_tokens / (passes_s + steps_s),
         "round_s": passes_s + steps_s,
         "adam_s": steps_s / clients,
-        "swap_s": median_s(swaps, options.rounds) / clients,
+        "swap_s": median_s(lambda _: trainer._hold(states, [args.max_tokens_per_gpu]), options.rounds),
+        "exact": is_exact(trainer, requests) if clients > 1 else None,
     }
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "one by one": {},
+    "on the GPU": {"num_on_device": 1000},
+    "packed": {"num_on_device": 1000, "packs_clients": True},
+}
 
 
 def run(options: argparse.Namespace, folder: str) -> None:
@@ -130,20 +155,24 @@ def run(options: argparse.Namespace, folder: str) -> None:
     trained = Trained(args, model, optimizer, scheduler, ModelSwitch(model), None)
     local = local_rate(args, options, trained, max(options.clients))
     print(f"local run: {local:,.0f} tokens/s", flush=True)
-    trainer, rows = AdapterTrainer(args, model), []
-    for client_tokens in options.client_tokens or (options.tokens, options.tokens // 4):
-        for clients in options.clients:
-            row = measure(args, options, trainer, clients, client_tokens)
-            row["of_local"] = row["tokens_per_s"] / local
-            rows.append(row)
-            print(
-                f"{clients:3d} clients of {client_tokens} tokens: {row['tokens_per_s']:,.0f} tokens/s "
-                f"({row['of_local']:.0%} of the local run), a round {row['round_s']:.2f} s, Adam "
-                f"{row['adam_s'] * 1e3:.1f} ms and a swap {row['swap_s'] * 1e3:.1f} ms a client",
-                flush=True,
-            )
-    if options.out is not None:
-        options.out.write_text(json.dumps({"model": options.model, "local_tokens_per_s": local, "rows": rows}))
+    rows = []
+    for way, parameters in WAYS.items():
+        trainer = AdapterTrainer(args, model, **parameters)
+        for client_tokens in options.client_tokens or [options.tokens // part for part in (1, 4, 16)]:
+            for clients in options.clients:
+                row = {"way": way, **measure(args, options, trainer, clients, client_tokens)}
+                row["of_local"] = row["tokens_per_s"] / local
+                rows.append(row)
+                print(
+                    f"{way}, {clients:2d} clients of {client_tokens} tokens: {row['tokens_per_s']:,.0f} tokens/s "
+                    f"({row['of_local']:.0%} of the local run), a round {row['round_s']:.2f} s, Adam "
+                    f"{row['adam_s'] * 1e3:.1f} ms and a swap {row['swap_s'] * 1e3:.1f} ms a client, "
+                    f"exact: {row['exact']}",
+                    flush=True,
+                )
+                if options.out is not None:
+                    found = {"model": options.model, "local_tokens_per_s": local, "rows": rows}
+                    options.out.write_text(json.dumps(found, indent=1))
     torch.distributed.destroy_process_group()
 
 

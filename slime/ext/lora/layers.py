@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,11 @@ from slime.utils.errors import ConfigError
 _LAYERS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, StackedLinear)
 
 
+Held: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+"""A and B; with G adapters side by side each has an axis [G, ..] in front, and the third, [G] integers on the host,
+counts the rows of the input that belong to each."""
+
+
 class Adapter(torch.nn.Module):
     """The adapter of one linear layer on this rank.
 
@@ -87,6 +92,8 @@ class Adapter(torch.nn.Module):
         self.register_buffer("own_rows", own_rows, persistent=False)
         cuts_rows = self.kind is ColumnParallelLinear
         cuts_columns = self.kind is RowParallelLinear
+        self.held: Held | None = None
+        """Numbers to compute with in place of the parameters'."""
         self.is_shared = own_rows is not None
         self.sequence_parallel = False
         *experts, rows, columns = weight.shape
@@ -124,9 +131,10 @@ class Adapter(torch.nn.Module):
     def forward(self, x: Tensor, tokens_per_expert: Tensor | None = None) -> Tensor:
         """Return what is added to the output of the layer, whose inputs these are."""
         x = self._dropped(x)
+        a, b, rows = self.held or (self.a, self.b, None)
         if tokens_per_expert is not None:
-            return self._of_experts(x, tokens_per_expert)
-        z = F.linear(x, self.a.flatten(0, 1))
+            return self._of_experts(x, a, b, tokens_per_expert)
+        z = _product(x, a.flatten(-3, -2), rows)
         if self.cuts_rows and self.sequence_parallel:
             z = gather_from_sequence_parallel_region(z, tensor_parallel_output_grad=True, group=self.group)
         elif self.cuts_rows:
@@ -135,7 +143,7 @@ class Adapter(torch.nn.Module):
             z = reduce_scatter_to_sequence_parallel_region(z, group=self.group)
         elif self.cuts_columns:
             z = reduce_from_tensor_model_parallel_region(z, group=self.group)
-        return F.linear(self.scale * z, widened(self.b, self.part_of_row, self.a.size(0)))
+        return _product(self.scale * z, widened(b, self.part_of_row, a.size(-3)), rows)
 
     def own_part(self, shard: Shard, a: Tensor, b: Tensor, own_rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the part of the adapter's matrices that belongs to a shard of the layer's weight."""
@@ -147,9 +155,7 @@ class Adapter(torch.nn.Module):
             a = a.chunk(self.group.size(), dim=-1)[self.group.rank()]
         return a, b[own_rows] if self.cuts_rows else b
 
-    def _of_experts(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        a: Tensor = self.a
-        b: Tensor = self.b
+    def _of_experts(self, x: Tensor, a: Tensor, b: Tensor, tokens_per_expert: Tensor) -> Tensor:
         if self.is_shared:
             a, b = self._cut(a, b, self.own_rows)
             return F.linear(self.scale * F.linear(x, a.flatten(0, 1)), widened(b, self.part_of_row, a.size(0)))
@@ -274,6 +280,12 @@ def _own_rows(shard: Shard, dims: ModelDims) -> Tensor:
     """Return which of a weight's rows are on this rank, [rows on this rank]."""
     rows = torch.arange(_num_rows(shard))[:, None]
     return (local_part(shard, rows, is_gated=dims.is_gated) if shard.split_dim == 0 else rows).flatten()
+
+
+def _product(x: Tensor, matrix: Tensor, rows: Tensor | None) -> Tensor:
+    if rows is None:
+        return F.linear(x, matrix)
+    return grouped_linear(x.flatten(0, -2), matrix, rows, use_grouped_product=True).view(*x.shape[:-1], -1)
 
 
 def _add_output(layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:

@@ -99,8 +99,21 @@ class Lora(AddedParameters):
                 entries[key] = sharded_entry(key, shard, is_gated=is_gated)
         return entries
 
-    # Several adapters, one at a time in the model (``slime.ext.training_api``).  Those of a smaller rank are filled up
-    # with zeros, which stay zeros in training; all have the scale of the run.
+    # Several adapters in one model (``slime.ext.training_api``).  Those of a smaller rank are filled up with zeros,
+    # which stay zeros in training; all have the scale of the run.
+
+    def hold(self, chunk: torch.nn.Module, values: Sequence[Tensor] | None, rows: Tensor | None = None) -> None:
+        """Let a chunk compute with other numbers than its parameters', until the next call.
+
+        Args:
+            chunk: bare.
+            values: in the order and shapes of :meth:`named_parameters`; None: the parameters again.
+            rows: [G] integers: each of the values has an axis [G, ..] in front, and the first ``rows[0]`` tokens meet
+                the first adapter.  Not for stacked experts, whose tokens come in another order.
+        """
+        given = iter(values or ())
+        for _, adapter in vars(chunk)["adapters"]:
+            adapter.held = None if values is None else (next(given), next(given), rows)
 
     def draw(self, model: Sequence[torch.nn.Module], *, seed: int, rank: int) -> None:
         """Give the adapters the first numbers of one of ``rank``."""

@@ -1,4 +1,4 @@
-"""What a client has trained: an adapter's numbers, gradients and moments, on the host while others are in the model.
+"""What a client has trained: an adapter's numbers, gradients and moments, on the host or on the device.
 
 Numbers are fp32 in one vector per rank of the trainer, parameters one behind the other.
 """
@@ -22,7 +22,7 @@ class AdapterState:
 
     Args:
         spec: of the adapter.
-        values: [P] fp32, the numbers; the other vectors are pinned where these are.
+        values: [P] fp32, the numbers; the other vectors are where these are.
     """
 
     spec: LoraSpec
@@ -36,16 +36,14 @@ class AdapterState:
 
     def __post_init__(self) -> None:
         def zeros() -> Tensor:
-            return torch.zeros(self.values.shape, pin_memory=self.values.is_pinned())
+            return torch.zeros_like(self.values, pin_memory=self.values.is_pinned())
 
         self.gradient = zeros()
         self.moments = {name: zeros() for name in MOMENTS}
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Add a gradient [P], which is on any device and may be written to."""
-        if self.has_gradient:
-            gradient += self.gradient.to(gradient.device)
-        self.gradient.copy_(gradient)
+        """Add a gradient [P], of any device."""
+        self.gradient.copy_(self.gradient.to(gradient.device) + gradient if self.has_gradient else gradient)
         self.has_gradient = True
 
     def gradient_on(self, device: torch.device) -> Tensor:
@@ -65,8 +63,10 @@ class AdapterState:
             eps=adam.eps,
             weight_decay=adam.weight_decay,
             foreach=False,
+            fused=device.type == "cuda",
         )
-        optimizer.state[parameter] = {"step": torch.tensor(float(self.num_steps)), **moments}
+        num_steps = torch.tensor(float(self.num_steps), device=device)
+        optimizer.state[parameter] = {"step": num_steps, **moments}
         optimizer.step()
         self.values.copy_(parameter.detach())
         for name, moment in moments.items():

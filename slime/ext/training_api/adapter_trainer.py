@@ -1,15 +1,20 @@
-"""The work of one trainer rank: passes and steps of many adapters of one model, which holds one of them at a time.
+"""The work of one trainer rank: passes and steps of many adapters of one model.
 
-A micro-batch has data of one request alone.  How long it is changes the last bits of its numbers, so what other
-clients send, and when, changes none.
+A request is cut into packs of up to a micro-batch, by the request alone; the gradient of a pack is computed from its
+rows alone, and packs of one model add up in their order.  Without ``packs_clients`` a micro-batch is one pack, so what
+other clients send changes no bit.  With it packs of several clients share the products with the frozen weights.  The
+number of rows decides the bits of such a product, so every micro-batch is padded to ``--max-tokens-per-gpu``; a row of
+the result then depends on its own row of the input alone.
 """
 
 from __future__ import annotations
 
 import shutil
+import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -48,8 +53,31 @@ Outputs = dict[int, dict[str, np.ndarray]]
 """What a loss gives, by the datum's place in its request."""
 
 
+@dataclass(frozen=True)
+class Pack:
+    """Data of one request that go into one micro-batch."""
+
+    answer: Outputs
+    """Of the whole request; filled with the outputs of these data."""
+    request: PassRequest
+    picked: Sequence[int]
+    """Places in ``request.data``."""
+
+    @property
+    def data(self) -> list[Datum]:
+        """What is computed, in its order."""
+        return [self.request.data[index] for index in self.picked]
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Their rows in the micro-batch."""
+        return sum(len(datum.tokens) for datum in self.data)
+
+
 class Adapters(Protocol):
     """What the transform of a run with adapters must offer."""
+
+    def hold(self, chunk: torch.nn.Module, values: Sequence[Tensor] | None, rows: Tensor | None = None) -> None: ...
 
     def named_parameters(self, chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]: ...
 
@@ -79,17 +107,27 @@ class AdapterTrainer:
 
     Args:
         args: of the run.
-        model: this rank's one chunk, with gradient buffers.
+        model: this rank's one chunk.
+        packs_clients: whether micro-batches hold data of several models.
+        num_on_device: adapters whose numbers and moments stay on the GPU while they live, the first ones; those of
+            others wait on the host.
     """
 
-    def __init__(self, args: Namespace, model: Sequence[torch.nn.Module]) -> None:
+    def __init__(
+        self,
+        args: Namespace,
+        model: Sequence[torch.nn.Module],
+        *,
+        packs_clients: bool = False,
+        num_on_device: int = 0,
+    ) -> None:
         self.args, self.model = args, model
+        self._packs_clients, self._num_on_device = packs_clients, num_on_device
         self._adapters = cast(Adapters, added_parameters(model))
-        inner = unwrap_model(model[0])
-        named: list[tuple[str, Any]] = list(self._adapters.named_parameters(inner))
+        self._inner = unwrap_model(model[0])
+        named: list[tuple[str, Any]] = list(self._adapters.named_parameters(self._inner))
         self._keys, self._parameters = [f"0.{name}" for name, _ in named], [one for _, one in named]
         self._states: dict[str, AdapterState] = {}
-        self._in_model: str | None = None
         config = get_model_config(model[0])
         config.calculate_per_token_loss = True  # a loss is a sum: nothing divides it
         config.finalize_model_grads_func = None  # gradients are reduced at a step
@@ -101,21 +139,13 @@ class AdapterTrainer:
         assert spec.seed is not None
         self._adapters.draw(self.model, seed=spec.seed, rank=spec.rank)
         values = torch.cat([parameter.detach().float().flatten() for parameter in self._parameters])
-        held = torch.empty(values.shape, pin_memory=values.is_cuda)
-        self._states[model_id] = AdapterState(spec, held.copy_(values))
-        self._in_model = model_id
+        if sum(state.values.is_cuda for state in self._states.values()) >= self._num_on_device:
+            values = torch.empty(values.shape, pin_memory=values.is_cuda).copy_(values)
+        self._states[model_id] = AdapterState(spec, values)
 
     def remove(self, model_id: str) -> None:
         """Forget an adapter."""
         del self._states[model_id]
-
-    @torch.no_grad()
-    def _swap_in(self, model_id: str) -> None:
-        if self._in_model != model_id:
-            self._in_model = None
-            values = self._states[model_id].values.to(current_device(), non_blocking=True)
-            torch._foreach_copy_(self._parameters, parts_of(values, self._parameters))
-            self._in_model = model_id
 
     def _by_key(self, flat: Tensor) -> dict[str, Tensor]:
         return dict(zip(self._keys, parts_of(flat, self._parameters), strict=True))
@@ -123,64 +153,100 @@ class AdapterTrainer:
     # Passes
 
     def run(self, requests: Sequence[PassRequest]) -> list[Outputs]:
-        """Run passes one after the other; give what this rank has of each answer."""
-        return [self._run(request) for request in requests]
+        """Run passes; give what this rank has of each answer."""
+        answers: list[Outputs] = [{} for _ in requests]
+        for backward in (True, False):
+            packs = [
+                Pack(answers[index], request, picked)
+                for index, request in enumerate(requests)
+                if request.backward is backward
+                for picked in self._share(request)
+            ]
+            self.model[0].train(backward)
+            for micro_batch in self._micro_batches(packs):
+                with torch.set_grad_enabled(backward):
+                    self._run(micro_batch, backward)
+        return answers
 
-    def _run(self, request: PassRequest) -> Outputs:
-        self._swap_in(request.model_id)
-        mine = self._share([len(datum.tokens) for datum in request.data])
-        if not mine:
-            return {}
-        data = [request.data[index] for index in mine]
-        bins = first_fit([len(datum.tokens) for datum in data], self.args.max_tokens_per_gpu)
-        iterator = DataIterator(_columns(data), bins)
+    def _share(self, request: PassRequest) -> list[list[int]]:
+        """Return the data that this data-parallel rank computes, in packs of a micro-batch, by the request alone."""
+        lengths = [len(datum.tokens) for datum in request.data]
+        size, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+        parts = karmarkar_karp(lengths, min(size, len(lengths)))
+        place = (rank - zlib.crc32(request.model_id.encode())) % size  # small requests go to different ranks
+        mine = parts[place] if place < len(parts) else []
+        packs = first_fit([lengths[index] for index in mine], self.args.max_tokens_per_gpu)
+        return [[mine[index] for index in pack] for pack in packs]
+
+    def _micro_batches(self, packs: Sequence[Pack]) -> list[list[Pack]]:
+        """Return which packs are computed together; those of one model stay in order, as gradients add up."""
+        if not self._packs_clients:
+            return [[pack] for pack in packs]
+        batches: list[list[Pack]] = []
+        first: dict[str, int] = {}
+        for pack in packs:
+            place = first.get(pack.request.model_id, 0)
+            while place < len(batches):
+                if pack.num_tokens + sum(one.num_tokens for one in batches[place]) <= self.args.max_tokens_per_gpu:
+                    break
+                place += 1
+            else:
+                batches.append([])
+            batches[place].append(pack)
+            first[pack.request.model_id] = place
+        return batches
+
+    def _run(self, micro_batch: Sequence[Pack], backward: bool) -> None:
+        data = [datum for pack in micro_batch for datum in pack.data]
+        iterator = DataIterator(_columns(data), [range(len(data))])
         packing = packing_of(self.args)
-        self.model[0].train(request.backward)
-        if request.backward:
-            self.model[0].zero_grad_buffer()  # type: ignore[operator]
+        if self._packs_clients:  # a product of more rows may have other bits
+            packing = replace(packing, pad_multiple=self.args.max_tokens_per_gpu)
+        states = [self._states[pack.request.model_id] for pack in micro_batch]
+        held = self._hold(states, [pack.num_tokens for pack in micro_batch])
 
         def step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            indices = iterator.micro_batch_indices[iterator.offset]
-            logits = run_model(chunk, get_batch(iterator, (), packing))
-            return logits, partial(self._loss, request, [data[index] for index in indices])
+            return run_model(chunk, get_batch(iterator, (), packing)), partial(self._loss, micro_batch)
 
-        with torch.set_grad_enabled(request.backward):
-            reports = run_microbatches(
-                step, self.model, [iterator], len(bins), packing, forward_only=not request.backward
-            )
-        if request.backward:
-            self._keep_gradient(self._states[request.model_id])
-        if mpu.get_tensor_model_parallel_rank():
-            return {}
-        order = [mine[index] for indices in bins for index in indices]
-        found = [outputs for report in reports for outputs in report]
-        return {
-            index: {name: tensor.cpu().numpy() for name, tensor in outputs.items()}
-            for index, outputs in zip(order, found, strict=True)
-        }
+        run_microbatches(step, self.model, [iterator], 1, packing, forward_only=not backward)
+        self._adapters.hold(self._inner, None)
+        if backward:
+            self._keep_gradients(states, held)
 
-    def _share(self, lengths: Sequence[int]) -> list[int]:
-        """Return the data of a request that this data-parallel rank computes, by the request alone."""
-        size = mpu.get_data_parallel_world_size()
-        parts = karmarkar_karp(lengths, size) if size > 1 else [list(range(len(lengths)))]
-        return sorted(parts[mpu.get_data_parallel_rank()])
+    @torch.no_grad()
+    def _hold(self, states: Sequence[AdapterState], num_tokens: Sequence[int]) -> list[Tensor]:
+        """Put adapters into the model, each for so many tokens, one after the other; return what gets gradients."""
+        values = [state.values.to(current_device(), non_blocking=True) for state in states]
+        rows: Tensor | None = None
+        sides: tuple[int, ...] = ()
+        if self._packs_clients:
+            values.append(torch.zeros_like(values[0]))  # of the padding
+            rows = torch.tensor([*num_tokens, self.args.max_tokens_per_gpu - sum(num_tokens)])
+            sides = (len(rows),)
+        flat = torch.stack(values).to(self._parameters[0].dtype)
+        parts = flat.split([parameter.numel() for parameter in self._parameters], dim=1)
+        held = [  # aligned copies: addresses decide bits, too
+            part.view(*sides, *parameter.shape).clone().requires_grad_()
+            for part, parameter in zip(parts, self._parameters, strict=True)
+        ]
+        self._adapters.hold(self._inner, held, rows)
+        return held
 
-    def _loss(
-        self, request: PassRequest, data: Sequence[Datum], logits: Tensor
-    ) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
-        """Return the sum of the losses, as megatron-core takes it, and the outputs of each datum."""
-        loss = LOSSES[request.loss]
-        inputs = _on_device(data, logits.device)
+    def _loss(self, micro_batch: Sequence[Pack], logits: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the sum of the losses, as megatron-core takes it; write each datum's outputs into its answer."""
+        inputs = [_on_device(datum, logits.device) for pack in micro_batch for datum in pack.data]
         log_probs = self._log_probs(logits.squeeze(0), [one[TARGETS] for one in inputs])
-        losses = [
-            loss.compute(log_prob, one, request.loss_config) for log_prob, one in zip(log_probs, inputs, strict=True)
-        ]
-        outputs = [
-            {"logprobs": log_prob.detach(), "elementwise_loss": value.detach()}
-            for log_prob, value in zip(log_probs, losses, strict=True)
-        ]
+        rows, losses = zip(log_probs, inputs, strict=True), []
+        for pack in micro_batch:
+            loss = LOSSES[pack.request.loss]
+            for index in pack.picked:
+                log_prob, one = next(rows)
+                losses.append(loss.compute(log_prob, one, pack.request.loss_config))
+                if not mpu.get_tensor_model_parallel_rank():
+                    found = {"logprobs": log_prob, "elementwise_loss": losses[-1]}
+                    pack.answer[index] = {name: tensor.detach().cpu().numpy() for name, tensor in found.items()}
         total = torch.cat([value.flatten() for value in losses]).sum()
-        return total, torch.ones((), dtype=torch.int, device=logits.device), outputs
+        return total, torch.ones((), dtype=torch.int, device=logits.device), None
 
     def _log_probs(self, logits_TV: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
         """Return the log-probs of the targets, in their shapes; row t of the stream predicts targets[t]."""
@@ -206,14 +272,16 @@ class AdapterTrainer:
         return found
 
     @torch.no_grad()
-    def _keep_gradient(self, state: AdapterState) -> None:
-        """Add the gradient in the model's buffers to the adapter's; modules that it does not train get 0."""
-        found: list[Tensor] = [parameter.main_grad for parameter in self._parameters]
-        gradient = torch.cat([one.float().flatten() for one in found])
-        for name, part in self._by_key(gradient).items():
-            if not trains(state.spec, name):
-                part.zero_()
-        state.add_gradient(gradient)
+    def _keep_gradients(self, states: Sequence[AdapterState], held: Sequence[Tensor]) -> None:
+        """Add the gradients of a micro-batch to the adapters'; modules that one does not train get 0."""
+        num_held = len(states) + self._packs_clients
+        found = [torch.zeros_like(one) if one.grad is None else one.grad for one in held]
+        joined = torch.cat([one.reshape(num_held, -1) for one in found], dim=1).float()
+        for state, gradient in zip(states, joined, strict=False):
+            for name, part in self._by_key(gradient).items():
+                if not trains(state.spec, name):
+                    part.zero_()
+            state.add_gradient(gradient)
 
     # Steps
 
@@ -241,8 +309,6 @@ class AdapterTrainer:
             gradient *= adam.grad_clip_norm / (norm + 1e-6)
         with torch.enable_grad():
             state.step(gradient, adam)
-        if self._in_model == model_id:
-            self._in_model = None
         return {"grad_norm": norm}
 
     def _reduce(self, gradient: Tensor) -> float:
@@ -267,7 +333,7 @@ class AdapterTrainer:
             for part, parameter in zip(parts, self._parameters, strict=True)
             if is_first or getattr(parameter, "tensor_model_parallel", False)
         ]
-        square = torch.stack([part.double().square().sum() for part in own]).sum()
+        square = torch.stack(torch._foreach_norm(own, dtype=torch.float64)).square().sum()
         if group.size() > 1:
             dist.all_reduce(square, group=group)
         return float(square.sqrt())
@@ -326,8 +392,6 @@ class AdapterTrainer:
         for name, flat in new.items():
             state.moments[name].copy_(flat)
         state.num_steps = num_steps
-        if self._in_model == model_id:
-            self._in_model = None
 
 
 def _read_moments(path: Path) -> tuple[int, dict[str, dict[str, Tensor]]]:
@@ -358,11 +422,8 @@ def _columns(data: Sequence[Datum]) -> dict[str, Any]:
     }
 
 
-def _on_device(data: Sequence[Datum], device: torch.device) -> list[dict[str, Tensor]]:
-    return [
-        {
-            name: torch.tensor(values, dtype=torch.long if name == TARGETS else torch.float32).to(device)
-            for name, values in datum.inputs.items()
-        }
-        for datum in data
-    ]
+def _on_device(datum: Datum, device: torch.device) -> dict[str, Tensor]:
+    return {
+        name: torch.tensor(values, dtype=torch.long if name == TARGETS else torch.float32).to(device)
+        for name, values in datum.inputs.items()
+    }

@@ -35,7 +35,8 @@ class LoraSpec:
     """Of A's first numbers; None: the server draws one."""
     train_attn: bool = True
     train_mlp: bool = True
-    train_unembed: bool = True
+    train_unembed: bool = False
+    """Not served; the client asks for it by default, and learns by ``weights_info`` that it was not done."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def passes(self, requests: Sequence[PassRequest]) -> list[PassResult | Exception]:
-        """Run passes of several models, data of one model packed together; one answer a request.
+        """Run passes of several models; one answer a request.
 
         Gradients add up in each model until its :meth:`optim_step`.
         """

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from slime.flags.group import FlagGroup
-from slime.flags.kinds import file_path, port_number, positive_float, positive_int, text
+from slime.flags.kinds import file_path, non_negative_int, port_number, positive_float, positive_int, text
 
 SERVICE_FLAGS = (
     # No loop runs here, and no optimizer: a client's is on the host.
@@ -57,6 +57,20 @@ def add_training_api_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--training-api-max-models", type=positive_int, default=32, help="Models that are trained at a time."
     )
+    group.add_argument(
+        "--training-api-pack-clients",
+        action="store_true",
+        help="Fill micro-batches with data of several clients. Each is padded to --max-tokens-per-gpu, so that no bit "
+        "of a client's numbers depends on others; a client alone waits for a full one. For models without experts, on "
+        "one tensor-parallel rank.",
+    )
+    group.add_argument(
+        "--training-api-gpu-adapters",
+        type=non_negative_int,
+        default=0,
+        help="Models whose adapter and Adam's moments stay on the trainer's GPU, 16 bytes a number; those of others "
+        "are copied from the host when they are needed.",
+    )
     group.add_argument("--training-api-max-sessions", type=positive_int, default=64, help="Clients at a time.")
     group.add_argument(
         "--training-api-max-samplers",
@@ -88,6 +102,8 @@ class TrainingApiConfig:
     training_api_key_file: str | None
     training_api_model_name: str | None
     training_api_max_models: int
+    training_api_pack_clients: bool
+    training_api_gpu_adapters: int
     training_api_max_sessions: int
     training_api_max_samplers: int
     training_api_session_timeout_s: float

@@ -32,11 +32,13 @@ from slime.ext.training_api.engine_sampling import LOAD_ATTEMPTS, EngineSampling
 from slime.ext.training_api.job_threads import JobThreads
 from slime.flags.group import flag_of
 from slime.ray.parts import Part, Parts
+from slime.ray.save_lock import SaveLock
 from slime.ray.train_loop import TrainJob
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ConfigError, EngineError
 from slime.utils.files import read_model_config
 
+SNAPSHOTS = ".snapshots-"
 SERVICE_RANKS = Part(
     "slime.ray.actor_group:RayTrainGroup", {"actor_cls": "slime.ext.training_api.trainer_rank:ServiceRank"}
 )
@@ -62,6 +64,12 @@ def check_service(args: Namespace) -> None:
     for name, value in wanted.items():
         if (given := vars(args).get(name, value)) != value:
             raise ConfigError(f"{flag_of(name)} is {given}, and a training service needs {value}; drop the flag.")
+    if args.training_api_pack_clients and (args.num_experts or args.tensor_model_parallel_size > 1):
+        raise ConfigError(
+            f"--training-api-pack-clients is given for a model with {args.num_experts or 0} experts on "
+            f"{args.tensor_model_parallel_size} tensor-parallel ranks; it needs a model without experts on one. Drop "
+            "the flag: micro-batches then have data of one client each."
+        )
 
 
 def max_length(args: Namespace) -> int:
@@ -92,9 +100,7 @@ class MegatronBackend(Backend):
             wait_for(resumed, what="the monitors of the engines", timeout_s=args.weight_update_timeout_s)
         self._threads = JobThreads(self._job, self._engines, args.weight_update_timeout_s)
         self._models: dict[str, LoraSpec] = {}
-        shared = Path(args.training_api_dir).absolute()
-        shared.mkdir(parents=True, exist_ok=True)
-        self._snapshots = Path(tempfile.mkdtemp(prefix=".snapshots-", dir=shared))
+        self._snapshots, self._snapshots_lock = claim_snapshots(Path(args.training_api_dir).absolute())
         """Of adapters that were published and not saved; where engines of other hosts read saved ones too."""
         self._own_folders: dict[str, Path] = {}
         self._numbers = itertools.count()
@@ -147,12 +153,7 @@ class MegatronBackend(Backend):
     async def passes(self, requests: Sequence[PassRequest]) -> list[PassResult | Exception]:
         """See the base class; a request has been checked (``losses.check_pass``)."""
         results: list[Any] = [self._refusal(request) for request in requests]
-        # Those of one model together, in their order: each change of the model costs a copy to the GPU.
-        turns = {model_id: turn for turn, model_id in enumerate(dict.fromkeys(one.model_id for one in requests))}
-        order = sorted(
-            (index for index, refusal in enumerate(results) if refusal is None),
-            key=lambda index: turns[requests[index].model_id],
-        )
+        order = [index for index, refusal in enumerate(results) if refusal is None]
         if order:
             ranks = await self._train("run", [requests[index] for index in order], what="passes")
             for index, found in zip(order, zip(*ranks, strict=True), strict=True):
@@ -243,6 +244,21 @@ class MegatronBackend(Backend):
         """See the base class."""
         await self._threads.close()
         shutil.rmtree(self._snapshots, ignore_errors=True)
+        self._snapshots_lock.release()
+
+
+def claim_snapshots(shared: Path) -> tuple[Path, SaveLock]:
+    """Return a new folder in ``shared``, locked while this process lives; remove those of servers that have ended."""
+    shared.mkdir(parents=True, exist_ok=True)
+    for left in shared.glob(f"{SNAPSHOTS}*"):
+        try:
+            lock = SaveLock(left)
+        except ConfigError:  # its server lives
+            continue
+        shutil.rmtree(left, ignore_errors=True)
+        lock.release()
+    folder = Path(tempfile.mkdtemp(prefix=SNAPSHOTS, dir=shared))
+    return folder, SaveLock(folder, "--training-api-dir")
 
 
 def _unknown(model_id: str) -> RequestRefused:

@@ -79,7 +79,7 @@ class Models:
         wanted = request.lora_config
         if wanted is None:
             raise Refused("lora_config is missing; this server trains adapters alone.")
-        lora = LoraSpec(wanted.rank, wanted.seed, wanted.train_attn, wanted.train_mlp, wanted.train_unembed)
+        lora = LoraSpec(wanted.rank, wanted.seed, wanted.train_attn, wanted.train_mlp)
         metadata = checked_metadata(request.user_metadata)
 
         def answer(run: Run) -> Answer:

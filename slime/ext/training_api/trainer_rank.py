@@ -8,10 +8,12 @@ from typing import Any
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.backends.megatron_utils.update_weight.transport import MakeTransport
 from slime.ext.training_api.adapter_trainer import AdapterTrainer
+from slime.ext.training_api.flags import TrainingApiConfig
+from slime.flags.config import read_config
 
 
 class ServiceRank(MegatronTrainRayActor):
-    """One rank; it has no optimizer (``--num-rollout 0``): every client's is on the host."""
+    """One rank; it has no optimizer (``--num-rollout 0``): every client has its Adam."""
 
     def init(
         self,
@@ -24,7 +26,13 @@ class ServiceRank(MegatronTrainRayActor):
     ) -> int:
         """Build and load the model; see the base class."""
         start = super().init(args, role, with_ref, with_opd_teacher, transforms, transport)
-        self._clients = AdapterTrainer(args, self.model)
+        config = read_config(TrainingApiConfig, args)
+        self._clients = AdapterTrainer(
+            args,
+            self.model,
+            packs_clients=config.training_api_pack_clients,
+            num_on_device=config.training_api_gpu_adapters,
+        )
         return start
 
     def of_clients(self, method: str, *arguments: Any) -> Any:

@@ -35,7 +35,6 @@ from slime.ext.training_api.backend import (
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-UNEMBED = ("lm_head",)
 SCALE = 2.0
 """Of an adapter's output: alpha over rank."""
 
@@ -136,7 +135,7 @@ class ReferenceBackend(Backend):
         self.death: BackendDied | None = None
 
     async def add_model(self, model_id: str, lora: LoraSpec) -> None:
-        modules = ATTENTION * lora.train_attn + MLP * lora.train_mlp + UNEMBED * lora.train_unembed
+        modules = ATTENTION * lora.train_attn + MLP * lora.train_mlp
         config = LoraConfig(
             r=lora.rank, lora_alpha=SCALE * lora.rank, target_modules=list(modules), task_type="CAUSAL_LM"
         )

@@ -184,7 +184,8 @@ def test_listing_lifetime_and_deletion(served, client):
     listed = rest.list_checkpoints(model.model_id).result().checkpoints
     assert {(one.tinker_path, one.checkpoint_type) for one in listed} == {(kept, "training"), (sampled, "sampler")}
     assert run.last_checkpoint.user_metadata == {"k": "v"} and run.last_checkpoint.expires_at is not None
-    assert rest.get_weights_info_by_tinker_path(kept).result().lora_rank == 8
+    info = rest.get_weights_info_by_tinker_path(kept).result()
+    assert (info.lora_rank, info.train_unembed) == (8, False)
     runs = rest.list_training_runs(limit=1).result()
     assert runs.cursor.total_count >= len(runs.training_runs) == 1
     rest.delete_checkpoint_from_tinker_path(sampled).result()

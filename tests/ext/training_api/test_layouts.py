@@ -27,7 +27,7 @@ def life(
 
     args = make_args(Path(model), "--actor-num-gpus-per-node", world_size, *FLAGS, *flags)
     worker = start_worker(args, rank, world_size, port)
-    trainer = AdapterTrainer(args, worker.model)
+    trainer = AdapterTrainer(args, worker.model, packs_clients=args.training_api_pack_clients)
     found: list[Any] = []
 
     def note(outputs: Any) -> None:
@@ -41,6 +41,7 @@ def life(
     for seed in range(2):
         for name, loss in (("a", "cross_entropy"), ("b", "importance_sampling"), ("a", "ppo")):
             note(trainer.run([request(name, loss, seed=seed)]))
+        note(trainer.run([request("b", seed=seed, lengths=(7,))]))  # fewer data than ranks
         for name in ("a", "b"):
             adam = AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
             found.append(np.array(trainer.step(name, adam)["grad_norm"]))
@@ -62,7 +63,8 @@ def test_passes_steps_and_states_do_not_depend_on_the_layout(tmp_path: Path) -> 
     write_model(tmp_path / "hf")
     hf, first = str(tmp_path / "hf"), str(tmp_path / "first")
     ((alone, numbers),) = run_workers(life, 1, hf, (), first, "")
-    for name, flags in (("DP2", ()), ("TP2", TP2), ("TP2 SP", (*TP2, "--sequence-parallel"))):
+    packed = ("--training-api-pack-clients",)
+    for name, flags in (("DP2", ()), ("DP2 packed", packed), ("TP2", TP2), ("TP2 SP", (*TP2, "--sequence-parallel"))):
         (result, _) = run_workers(life, 2, hf, flags, str(tmp_path / name), first)
         found, read = result
         for one, other in zip(found, alone, strict=True):

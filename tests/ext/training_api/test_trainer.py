@@ -100,10 +100,19 @@ def gradients(ours: AdapterTrainer, model_id: str) -> dict[str, Tensor]:
     return ours._adapters.as_peft(ours.model, ours._by_key(state.gradient), rank=state.spec.rank)
 
 
-@pytest.mark.parametrize(("loss", "k"), [*((name, 0) for name in LOSSES), ("cross_entropy", 3)])
+@pytest.mark.parametrize(
+    ("loss", "k", "packs"),
+    [
+        *((name, 0, False) for name in LOSSES),
+        ("cross_entropy", 3, False),
+        ("ppo", 0, True),
+        ("cross_entropy", 3, True),
+    ],
+)
 def test_log_probs_losses_and_gradients_are_those_of_transformers_and_peft(
-    ours: AdapterTrainer, world: Any, tmp_path: Path, loss: str, k: int
+    world: Any, tmp_path: Path, loss: str, k: int, packs: bool
 ) -> None:
+    ours = AdapterTrainer(*world[:2], packs_clients=packs)
     trained(ours, "m", LoraSpec(RANK, seed=3))
     model = peft_model(ours, "m", tmp_path / "m", world[2])
     asked = request("m", loss, k=k)
@@ -149,6 +158,7 @@ def life(ours: AdapterTrainer, model_id: str, seed: int) -> list[Any]:
 def flat(result: Any) -> list[Any]:
     if isinstance(result, list):
         (result,) = result
+    if isinstance(result, dict) and 0 in result:
         return [array.tolist() for index in sorted(result) for array in result[index].values()]
     return [result]
 
@@ -167,6 +177,48 @@ def test_no_bit_of_a_clients_numbers_depends_on_other_clients(ours: AdapterTrain
     assert torch.equal(ours._states["client 0"].values, values)
     ours.remove("client 1")
     assert not torch.equal(ours._states["client 2"].values, values)
+
+
+def state_of(ours: AdapterTrainer, model_id: str) -> list[Tensor]:
+    state = ours._states[model_id]
+    return [state.values, *state.moments.values()]
+
+
+def test_packs_of_several_clients_change_no_bit_of_each(world: tuple[Namespace, Any, Path]) -> None:
+    """Requests of three clients in one call against those of each in calls of its own, micro-batches packed."""
+    packed = AdapterTrainer(*world[:2], packs_clients=True)
+    together: list[list[Any]] = [[], [], []]
+    names, rows = ["x", "y", "z"], []
+    hook = world[1][0].register_forward_pre_hook(
+        lambda _, __, inputs: rows.append(inputs["input_ids"].size(1)), with_kwargs=True
+    )
+    specs = [LoraSpec(2 + seed, seed=seed, train_attn=seed != 1) for seed in range(3)]
+
+    def asked(seed: int, step: int) -> list[PassRequest]:
+        small, large = ((3, 7), (9,), (2, 5, 1))[seed], (20 + seed, 11, 31)
+        kinds = (("cross_entropy", 0, small), ("ppo", 0, large), ("cross_entropy", 2, small), ("cispo", 0, small))
+        return [request(names[seed], loss, k=k, seed=step, lengths=lengths) for loss, k, lengths in kinds]
+
+    for seed, name in enumerate(names):
+        packed.add(name, specs[seed])
+    for step in range(2):
+        requests = [one for group in zip(*(asked(seed, step) for seed in (2, 0, 1)), strict=True) for one in group]
+        for one, outputs in zip(requests, packed.run(requests), strict=True):
+            together[names.index(one.model_id)].append(flat(outputs))
+        for name in names:
+            packed.step(name, ADAM)
+    hook.remove()
+    assert len(rows) < 2 * 3 * 5  # packs: two steps of three clients
+    assert set(rows) == {world[0].max_tokens_per_gpu}
+    after = [state_of(packed, name) for name in names]
+    for seed, name in enumerate(names):
+        packed.add(name, specs[seed])
+        alone = []
+        for step in range(2):
+            alone += [flat(packed.run([one])) for one in asked(seed, step)]
+            packed.step(name, ADAM)
+        assert alone == together[seed]
+        assert all(map(torch.equal, state_of(packed, name), after[seed]))
 
 
 def test_a_saved_state_continues_to_the_bit(ours: AdapterTrainer, tmp_path: Path) -> None:
