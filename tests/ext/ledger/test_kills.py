@@ -1,4 +1,4 @@
-"""Killed at some four hundred points, the job trains what it would have trained, and asks for no answer twice."""
+"""Killed at some two hundred points, the job trains what it would have trained, and asks for no answer twice."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def trained_groups(world: World) -> Counter[int]:
 @pytest.mark.parametrize(
     ("num_jobs", "options"),
     [
-        (40, {}),
-        (10, {"save_interval": 3}),
-        (8, {"save_interval": 100}),
-        (8, {"flags": {"group_rm": True}, "save_interval": 2}),
-        (8, {"flags": {"custom_generate_function_path": f"{HERE}.attaches_a_lock"}}),
-        (8, {"flags": {"custom_generate_function_path": f"{HERE}.fans_out"}, "save_interval": 2}),
-        (8, {"flags": {"rollout_sample_hook_path": [f"{HERE}.counts_visits"]}, "save_interval": 2}),
-        (20, {"is_ahead": True}),
-        (8, {"is_ahead": True, "save_interval": 3}),
-        (10, {"flags": FULLY_ASYNC}),
-        (20, {"flags": FULLY_ASYNC, "is_ahead": True}),
-        (10, {"flags": FULLY_ASYNC, "is_ahead": True, "save_interval": 3}),
+        (15, {}),
+        (5, {"save_interval": 3}),
+        (3, {"save_interval": 100}),
+        (3, {"flags": {"group_rm": True}, "save_interval": 2}),
+        (3, {"flags": {"custom_generate_function_path": f"{HERE}.attaches_a_lock"}}),
+        (3, {"flags": {"custom_generate_function_path": f"{HERE}.fans_out"}, "save_interval": 2}),
+        (3, {"flags": {"rollout_sample_hook_path": [f"{HERE}.counts_visits"]}, "save_interval": 2}),
+        (8, {"is_ahead": True}),
+        (3, {"is_ahead": True, "save_interval": 3}),
+        (5, {"flags": FULLY_ASYNC}),
+        (8, {"flags": FULLY_ASYNC, "is_ahead": True}),
+        (5, {"flags": FULLY_ASYNC, "is_ahead": True, "save_interval": 3}),
     ],
     ids=[
         *("saves always", "saves seldom", "saves once", "group reward", "unpicklable", "fan-out", "sample hook"),

@@ -186,6 +186,32 @@ class Payload:
         return os.mkdir, (self.marker,)
 
 
+def test_a_flip_of_any_byte_and_any_cut_of_a_position_is_an_error(make_args):  # noqa: F811
+    args = make_args()
+    saved(args)
+    check_flips_and_cuts(state_path(args.save, 0))
+
+
+def check_flips_and_cuts(path):
+    whole = path.read_bytes()
+    expected = repr(read_state(path, what="It"))
+    for offset in range(len(whole)):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1 << offset % 8]) + whole[offset + 1 :])
+        with pytest.raises(DataError) as caught:
+            read_state(path, what="It")
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    for size in range(0, len(whole), 13):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataError, match=r"cut|damaged"):
+            read_state(path, what="It")
+    path.write_bytes(whole)
+    assert repr(read_state(path, what="It")) == expected
+    head, body = whole.split(b"\n")
+    assert (
+        json.loads(head)["format"] == "slime state" and json.loads(body).keys() == read_state(path, what="It").keys()
+    )
+
+
 @pytest.mark.parametrize(
     "write", [lambda value, path: torch.save(value, path), lambda v, p: p.write_bytes(pickle.dumps(v))]
 )

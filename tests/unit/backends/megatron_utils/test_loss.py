@@ -201,22 +201,6 @@ def test_a_column_of_the_wrong_length_is_refused() -> None:
         run(make_args(), batch, make_logits(batch, [[-1.0, -1.0]]))
 
 
-def test_tis_weighs_the_loss_by_trainer_over_engine() -> None:
-    batch = make_batch(masks=((1,),), advantages=[[1.0]], log_probs=[[-1.0]], rollout_log_probs=[[-1.5]])
-    logits = make_logits(batch, [[-1.0]])
-    weight = float(torch.tensor(0.5).exp())
-    value, metrics = run(make_args(use_tis=True), batch, logits)
-    assert value == pytest.approx(-weight, rel=1e-5)
-    assert metrics["ois"] == pytest.approx(weight, rel=1e-5)
-    assert metrics["train_rollout_logprob_abs_diff"] == pytest.approx(0.5, rel=1e-5)
-    value, _ = run(make_args(use_tis=True, tis_clip=1.2), batch, logits)
-    assert value == pytest.approx(-1.2, rel=1e-5)
-    icepop = "slime.backends.megatron_utils.loss.icepop_function"
-    value, metrics = run(make_args(use_tis=True, tis_clip=1.2, custom_tis_function_path=icepop), batch, logits)
-    assert value == 0.0
-    assert metrics["tis_clipfrac"] == 1.0
-
-
 def of_the_weights_in_training(args, *, pg_loss, train_log_probs, loss_masks, cur_log_probs, **_):
     """A correction that asks for the log-probs of the weights in training, for the test below."""
     return pg_loss * 0 + torch.cat(cur_log_probs), loss_masks, {"before": torch.cat(train_log_probs)}
@@ -258,22 +242,6 @@ def test_missing_reference_log_probs_are_an_error_that_names_the_flag() -> None:
     batch = make_batch(masks=((1,),), advantages=[[1.0]])
     with pytest.raises(DataError, match="--use-kl-loss needs log-probs"):
         run(make_args(use_kl_loss=True), batch, make_logits(batch, [[-1.0]]))
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_loss_is_scaled_to_cancel_megatrons_averaging(recompute: bool) -> None:
-    batch = make_batch(masks=((1, 1), (0, 0, 0, 0)), advantages=[[1.0, 1.0], [5.0] * 4])
-    args = make_args(recompute_loss_function=recompute)
-    logits = make_logits(batch, [[-1.0] * 2, [-1.0] * 4])
-    scaled, normaliser, report = loss.loss_function(args, batch, 3, 8, "policy_loss", logits)
-    assert float(scaled) == pytest.approx(-1.0 * 3 / 8)
-    assert int(normaliser) == 1
-    assert report["names"][0] == "loss"
-    # A fully masked sample counts one token, so that its rollout divides by something.
-    assert report["values"].tolist()[:2] == pytest.approx([3.0, -1.0])
-    per_token = make_args(calculate_per_token_loss=True)
-    scaled, normaliser, _ = loss.loss_function(per_token, batch, 3, 8, "policy_loss", logits)
-    assert (float(scaled), int(normaliser)) == (pytest.approx(-2.0), 3)
 
 
 def test_top_k_distillation_adds_the_divergence_from_the_teachers_tokens() -> None:
