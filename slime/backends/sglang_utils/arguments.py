@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import json
 import re
 from argparse import Namespace
@@ -25,6 +26,7 @@ from slime.backends.sglang_utils.sglang_config import (
     size_problems,
 )
 from slime.flags.checkpoint import check_huggingface_folder
+from slime.flags.group import FlagGroup, problems_of
 from slime.flags.kinds import (
     INT64_MAX,
     WholeNumber,
@@ -318,52 +320,38 @@ def check_sglang_arguments(args: Namespace) -> None:
             f"--sglang-dp-size is {dp_size}: data parallelism inside an engine is that of attention only. Add "
             "--sglang-enable-dp-attention, or run more engines (--rollout-num-gpus-per-engine smaller)."
         )
-    if args.sglang_router_ip and not args.sglang_router_port:
-        raise ConfigError(
-            f"--sglang-router-ip is {args.sglang_router_ip} without --sglang-router-port: give both, or neither."
-        )
     if args.router_dp_aware:
         raise ConfigError(
             "--router-dp-aware makes the router list each data-parallel rank as an engine, at an address where none "
             "can be registered or aborted. Drop it: an engine spreads its requests (--sglang-load-balance-method)."
         )
-    layouts = {
-        "--sglang-config": args.sglang_config,
-        "--prefill-num-servers": args.prefill_num_servers,
-        "--rollout-external-engine-addrs": args.rollout_external_engine_addrs,
-    }
-    given = [flag for flag, value in layouts.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} are given; each lays out the engines alone. Keep one.")
     fraction = args.sglang_mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         raise ConfigError(
             f"--sglang-mem-fraction-static is {fraction}; it is the fraction of a GPU's memory for weights and cache, "
             "between 0 and 1, such as 0.7."
         )
-    if problems := list(_speculation(args)):
-        raise ConfigError("\n".join(problems))
-
-
-def _speculation(args: Namespace) -> Iterator[str]:
-    steps, tokens = args.sglang_speculative_num_steps, args.sglang_speculative_num_draft_tokens
-    topk = args.sglang_speculative_eagle_topk
-    if args.sglang_speculative_algorithm is None:
-        for flag, value in (
-            ("--sglang-speculative-num-steps", steps),
-            ("--sglang-speculative-num-draft-tokens", tokens),
-            ("--sglang-speculative-eagle-topk", topk),
-        ):
-            if value is not None:
-                yield (
-                    f"{flag} is {value}, which has no effect without --sglang-speculative-algorithm; say which "
-                    "(EAGLE drafts with the model's own MTP layer), or drop the flag."
-                )
-    elif topk == 1 and steps and tokens and tokens > steps + 1:
-        yield (
+    topk, steps = args.sglang_speculative_eagle_topk, args.sglang_speculative_num_steps
+    tokens = args.sglang_speculative_num_draft_tokens
+    if args.sglang_speculative_algorithm and topk == 1 and steps and tokens and tokens > steps + 1:
+        raise ConfigError(
             f"--sglang-speculative-num-draft-tokens is {tokens} with --sglang-speculative-num-steps {steps} and "
             f"--sglang-speculative-eagle-topk 1: one chain of {steps} steps has {steps + 1} tokens at most."
         )
+    if problems := problems_of(args, [RULES]):
+        raise ConfigError("\n".join(problems))
+
+
+_DRAFTS = tuple(f"sglang_speculative_{name}" for name in ("num_steps", "num_draft_tokens", "eagle_topk"))
+_LAYOUTS = ("sglang_config", "prefill_num_servers", "rollout_external_engine_addrs")
+RULES = FlagGroup(
+    needs=(
+        *((name, "sglang_speculative_algorithm", "EAGLE drafts with the model's own MTP layer") for name in _DRAFTS),
+        ("sglang_router_ip", "sglang_router_port", "a router of others has both"),
+        ("offload_train_if_needed", "sglang_mem_fraction_static", "it is the engines' share of the memory, as 0.5"),
+    ),
+    excludes=tuple((*pair, "each lays out the engines alone") for pair in itertools.combinations(_LAYOUTS, 2)),
+)
 
 
 def quantized_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:

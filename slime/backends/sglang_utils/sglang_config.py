@@ -329,14 +329,9 @@ def size_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
 
 def share_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
     """Yield a message where ``--offload-train-if-needed`` cannot know how much memory the engines take."""
-    if not args.offload_train_if_needed:
-        return
-    if args.sglang_mem_fraction_static is None:
-        yield (
-            "--offload-train-if-needed is given without --sglang-mem-fraction-static, the engines' share of the "
-            "memory; give it, such as 0.5."
-        )
-    if any("mem_fraction_static" in group.overrides for model in layout.models for group in model.server_groups):
+    if args.offload_train_if_needed and any(
+        "mem_fraction_static" in group.overrides for model in layout.models for group in model.server_groups
+    ):
         yield (
             f"--sglang-config {args.sglang_config} sets mem_fraction_static and --offload-train-if-needed is given; "
             "set --sglang-mem-fraction-static for all engines instead."

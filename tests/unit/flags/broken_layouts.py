@@ -87,7 +87,7 @@ GPUS = (
     Broken(
         mistake="half of a router's address",
         flags="--sglang-router-ip 10.0.0.1",
-        says=("--sglang-router-ip is 10.0.0.1", "--sglang-router-port"),
+        says=("--sglang-router-ip 10.0.0.1 has no effect without --sglang-router-port",),
     ),
     Broken(
         mistake="an external engine without a port",

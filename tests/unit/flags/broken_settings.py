@@ -225,7 +225,7 @@ ENGINES = (
         mistake="two layouts of the engines",
         flags="--prefill-num-servers 2 --sglang-config $folder/engines.yaml",
         files={"engines.yaml": "sglang: []\n"},
-        says=("--sglang-config and --prefill-num-servers", "Keep one"),
+        says=("and --prefill-num-servers 2 contradict each other", "lays out the engines alone"),
     ),
 )
 

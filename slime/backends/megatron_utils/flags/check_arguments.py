@@ -21,8 +21,19 @@ from slime.backends.megatron_utils.flags.own_flags import load_spec
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_steps
 from slime.backends.megatron_utils.models import FAMILIES
 from slime.flags.data import MAY_GIVE_OTHER_COUNTS
-from slime.flags.group import flag_of
+from slime.flags.group import FlagGroup, flag_of, problems_of
 from slime.utils.errors import ConfigError
+
+RULES = FlagGroup(
+    needs=(
+        ("lr_decay_style=WSD", "lr_wsd_decay_iters", "that is the number of steps of its last phase"),
+        ("use_routing_replay", "num_experts", "it replays the choice of experts"),
+        ("use_rollout_routing_replay", "num_experts", "it replays the choice of experts"),
+    ),
+    excludes=(
+        ("optimizer_cpu_offload", "use_stateless_adam", "the first moves Adam's moments, and the second has none"),
+    ),
+)
 
 
 def check_arguments(args: Namespace) -> None:
@@ -31,6 +42,8 @@ def check_arguments(args: Namespace) -> None:
     Raises:
         ConfigError: with the flags, their values and what is allowed.
     """
+    if problems := problems_of(args, [RULES]):
+        raise ConfigError("\n".join(problems))
     _check_optimizer(args)
     _check_sizes(args)
     check_expert_layout(args)
@@ -58,22 +71,17 @@ def _check_optimizer(args: Namespace) -> None:
             f"--optimizer is {args.optimizer!r}; megatron-core's distributed optimizer, which is always on here, "
             "shards Adam only; use adam (which is AdamW)."
         )
-    if args.optimizer_cpu_offload and args.use_stateless_adam:
-        raise ConfigError(
-            "--optimizer-cpu-offload moves Adam's moments to the host, and --use-stateless-adam has none; drop one."
-        )
     if has_narrow_moments(args.exp_avg_dtype, args.exp_avg_sq_dtype):
-        for is_wrong, reason in (
-            (
-                not args.use_precision_aware_optimizer,
-                "moments below fp32 need --use-precision-aware-optimizer; add it",
-            ),
-            (args.optimizer_cpu_offload, "moments on the host are fp32; drop these, or --optimizer-cpu-offload"),
-            (args.use_stateless_adam, "--use-stateless-adam has no moments; drop one"),
-        ):
-            if is_wrong:
-                given = f"--exp-avg-dtype {args.exp_avg_dtype}, --exp-avg-sq-dtype {args.exp_avg_sq_dtype}"
-                raise ConfigError(f"{given}: {reason}.")
+        reason = None
+        if not args.use_precision_aware_optimizer:
+            reason = "moments below fp32 need --use-precision-aware-optimizer; add it"
+        elif args.optimizer_cpu_offload:
+            reason = "moments on the host are fp32; drop these, or --optimizer-cpu-offload"
+        elif args.use_stateless_adam:
+            reason = "--use-stateless-adam has no moments; drop one"
+        if reason:
+            given = f"--exp-avg-dtype {args.exp_avg_dtype}, --exp-avg-sq-dtype {args.exp_avg_sq_dtype}"
+            raise ConfigError(f"{given}: {reason}.")
     if args.optimizer_cpu_offload and args.fp32 and args.optimizer_offload_fraction < 1:
         raise ConfigError(
             f"--optimizer-offload-fraction is {args.optimizer_offload_fraction} with --fp32; megatron-core steps no "
@@ -130,8 +138,6 @@ def _check_schedule(args: Namespace) -> None:
             f"--start-weight-decay is {start:g} and --end-weight-decay {end:g} with --weight-decay-incr-style "
             f"{args.weight_decay_incr_style}: constant needs equal ones, linear and cosine only grow."
         )
-    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
-        raise ConfigError("--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its last phase.")
     sizes = (args.num_rollout, args.rollout_batch_size, args.n_samples_per_prompt)
     steps = max(math.prod(sizes) // args.global_batch_size, 1) if all(sizes) and args.global_batch_size else None
     if decay := args.lr_decay_iters or steps:
@@ -187,17 +193,12 @@ def _check_batch(args: Namespace) -> None:
 
 def _check_experts(args: Namespace) -> None:
     kinds = args.moe_router_load_balancing_type
-    if args.use_routing_replay:
+    if args.use_routing_replay and "sinkhorn" in kinds:
         flag = "--use-rollout-routing-replay" if args.use_rollout_routing_replay else "--use-routing-replay"
-        if not args.num_experts:
-            raise ConfigError(
-                f"{flag} replays the choice of experts, and the model has none (--num-experts); drop it."
-            )
-        if "sinkhorn" in kinds:
-            raise ConfigError(
-                f"{flag} chooses the experts of single tokens; --moe-router-load-balancing-type sinkhorn assigns them "
-                "to a batch as a whole; choose another one, or drop the replay."
-            )
+        raise ConfigError(
+            f"{flag} chooses the experts of single tokens; --moe-router-load-balancing-type sinkhorn assigns them to "
+            "a batch as a whole; choose another one, or drop the replay."
+        )
     if not args.num_experts:
         return
     shared = args.moe_shared_expert_intermediate_size

@@ -121,15 +121,14 @@ def test_pipeline_stages_must_divide_the_gpus_of_each_group(overrides, said):
     assert found.startswith(f"{said} and the regular engines of judge have 1 GPUs") and found.endswith("use 1.")
 
 
-@pytest.mark.parametrize(("share", "overrides", "said"), [
-    (0.5, {}, []),
-    (None, {}, ["--sglang-mem-fraction-static"]),
-    (0.5, {"mem_fraction_static": 0.6}, ["--sglang-config e.yaml sets mem_fraction_static"]),
-])  # fmt: skip
-def test_a_trainer_that_may_stay_awake_knows_what_the_engines_take(share, overrides, said):
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [({}, []), ({"mem_fraction_static": 0.6}, ["--sglang-config e.yaml sets mem_fraction_static"])],
+)
+def test_a_trainer_that_may_stay_awake_knows_what_the_engines_take(overrides, said):
     group = ServerGroupConfig(worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides)
     model = ModelConfig(name="default", model_path="m", update_weights=True, server_groups=(group,))
-    args = Namespace(sglang_config="e.yaml", sglang_mem_fraction_static=share, offload_train_if_needed=True)
+    args = Namespace(sglang_config="e.yaml", offload_train_if_needed=True)
     found = list(share_problems(args, SGLangConfig(models=(model,))))
     assert len(found) == len(said) and all(text in problem for text, problem in zip(said, found, strict=True))
     args.offload_train_if_needed = False

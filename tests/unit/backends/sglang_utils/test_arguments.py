@@ -83,7 +83,7 @@ def test_older_spellings_of_expert_parallelism_still_mean_it(parser):
         ("--rollout-num-gpus-per-engine 0", "--rollout-num-gpus-per-engine is 0"),
         ("--sglang-router-ip 1.2.3.4", "without --sglang-router-port"),
         ("--router-dp-aware", "--router-dp-aware makes the router list each"),
-        ("--prefill-num-servers 1 --sglang-config x.yaml", "--sglang-config and --prefill-num-servers"),
+        ("--prefill-num-servers 1 --sglang-config x.yaml", "--sglang-config x.yaml and --prefill-num-servers 1"),
         ("--prefill-num-servers 1 --rollout-external-engine-addrs a:1", "lays out the engines alone"),
     ],
 )
