@@ -102,25 +102,6 @@ def test_two_agents_fan_out_and_what_they_hang_on_args_stays_and_can_be_copied(s
     product.rollout(1)
 
 
-def test_fan_out_with_a_group_reward_and_the_stock_filter(start):
-    product = start(
-        *("--custom-generate-function-path", "calculator_plugin.generate.generate_two_agents"),
-        *("--custom-rm-path", "calculator_plugin.rewards.group_rm", "--group-rm"),
-        "--dynamic-sampling-filter-path",
-        "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
-    )
-    product.args.calc_tool_reward = 0.0
-    product.engine.num_calls = 0
-    assert all(sample.reward in (0.0, 1.0, 1.5) for sample in leaf_samples(product.rollout()))
-
-
-def test_a_group_reward_sees_its_group_once_and_complete(start):
-    product = start(*GENERATE, "--custom-rm-path", "calculator_plugin.rewards.group_rm", "--group-rm")
-    for group in product.rollout():
-        scores = [sample.reward for sample in group]
-        assert set(scores) <= {0.5, 1.5, 2.0} and scores.count(2.0) == (1 if max(scores) > 0.5 else 0)
-
-
 def test_filters_of_groups_buffer_and_samples(start):
     product = start(
         *GENERATE,
@@ -223,12 +204,6 @@ def test_rewards_and_train_data_made_by_the_plug_in(start):
     made = product.train_data(product.samples)
     assert [list(mask) for mask in made["loss_masks"]] == [list(mask) for mask in data["loss_masks"]]
     assert made["rewards"] == [sample.reward["score"] for sample in product.samples]
-
-
-def test_a_fallback_on_the_stock_rewards(start):
-    product = start(*GENERATE, "--custom-rm-path", "calculator_plugin.rewards.length_or_stock", "--rm-type", "math")
-    product.args.custom_rm_path = None
-    assert {sample.reward for sample in leaf_samples(product.rollout())} <= {0, 1}
 
 
 READ_BY_PLUGINS = """

@@ -9,7 +9,7 @@ import zstandard
 
 from slime.ext.disk_push import delta
 from slime.ext.disk_push.delta import apply_delta, encode_delta
-from slime.utils.errors import WeightSyncError
+from slime.utils.errors import ConfigError, WeightSyncError
 
 KINDS = ("xor", "overwrite")
 
@@ -85,3 +85,19 @@ def test_a_delta_of_another_tensor_is_refused(encoding):
     if encoding == "xor":
         with pytest.raises(WeightSyncError, match="made for a larger|100 bytes early"):
             apply_delta(np.zeros(300, np.uint8), encoded.blob, encoding=encoding, checksum="adler32")
+
+
+def test_wrong_names_and_sizes_are_refused():
+    byte = np.zeros(1, np.uint8)
+    with pytest.raises(ConfigError, match="--update-weight-delta-encoding is 'rle'"):
+        encode_delta(byte, byte, encoding="rle", checksum="adler32")
+    with pytest.raises(WeightSyncError, match="from 1 to 2 bytes"):
+        encode_delta(byte, np.zeros(2, np.uint8), encoding="xor", checksum="adler32")
+    with pytest.raises(WeightSyncError, match="encoding 'rle'"):
+        apply_delta(byte, b"", encoding="rle", checksum="adler32")
+
+
+def test_overwrite_says_which_encoding_takes_tensors_beyond_4_gib(monkeypatch):
+    monkeypatch.setattr(delta, "MAX_POSITION", 10)
+    with pytest.raises(ConfigError, match="use xor"):
+        encode_delta(np.zeros(11, np.uint8), np.ones(11, np.uint8), encoding="overwrite", checksum="adler32")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from slime.ext.distill import server as megatron_server
 from slime.ext.distill.server import MegatronServer
+from slime.utils.errors import DataError
 
 SECRET = "s3cret"
 KEYS = ["", "Bearer s3cre", "s3cret"]
@@ -66,3 +69,48 @@ def test_a_server_without_a_secret_takes_weights_from_its_own_host_alone(is_own_
     found = statuses(make(None), "Bearer anything")
     assert found["POST", "/update_weights_from_disk"] == (418 if is_own_host else 401)
     assert all(found[route] == 418 for route in OPEN)
+
+
+class BrokenScorer:
+    """A model whose weights cannot be loaded; a load lasts until ``may_fail`` is set."""
+
+    tokens_at_once = 8
+
+    def __init__(self) -> None:
+        self.is_loading, self.may_fail = threading.Event(), threading.Event()
+
+    def load(self, folder: str) -> None:
+        self.is_loading.set()
+        self.may_fail.wait(30)
+        raise DataError(f"{folder} is no checkpoint")
+
+    def score(self, sequences: Any) -> list[Any]:
+        raise AssertionError("log-probs of weights that are undefined")
+
+
+def test_a_request_that_waits_behind_a_failed_load_gets_no_log_probs():
+    scorer = BrokenScorer()
+    config = Namespace(megatron_server_update_timeout_s=30.0)
+    server = MegatronServer(scorer, config, vocab_size=8, max_length=4, has_top=True, secret=None, info={})
+    worker = threading.Thread(target=server._work)
+    worker.start()
+
+    async def ask() -> tuple[int, str]:
+        async with TestClient(TestServer(server.application())) as client:
+            load = asyncio.create_task(client.post("/update_weights_from_disk", json={"model_path": "/new"}))
+            while not scorer.is_loading.is_set():
+                await asyncio.sleep(0.01)
+            score = asyncio.create_task(client.post("/generate", json={"input_ids": [1, 2]}))
+            while (await (await client.get("/get_loads")).json())["loads"][0]["num_waiting_reqs"] < 1:
+                await asyncio.sleep(0.01)
+            scorer.may_fail.set()
+            assert (await load).status == 400
+            answer = await score
+            return answer.status, (await answer.json())["error"]["message"]
+
+    try:
+        status, message = asyncio.run(asyncio.wait_for(ask(), 60))
+    finally:
+        server.stop()
+        worker.join(30)
+    assert (status, message) == (503, "the weights of /new were not loaded: /new is no checkpoint")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
+from slime.utils.errors import DataError
 from slime.utils.http_utils import close_http_client
 from slime.utils.net import get_free_port
 from slime.utils.types import Sample
@@ -102,6 +105,34 @@ def test_scores_are_those_of_transformers(teacher, world_size: int, layout: str)
         for ids, values, position in zip(top_ids, top_log_probs, expected, strict=False):
             assert values == pytest.approx(position.topk(top).values.tolist(), abs=2e-5)
             assert position[ids].tolist() == pytest.approx(values, abs=2e-5)
+
+
+def load_on_rank(flags: list[str], folder: str) -> str:
+    """The error of a load of other weights, on rank 0."""
+    import torch.distributed as dist
+
+    scorer = scorer_on_rank(flags)
+    if dist.get_rank() != 0:
+        scorer.follow()
+        return ""
+    try:
+        scorer.load(folder)
+    except DataError as error:
+        return str(error)
+    finally:
+        scorer.stop()
+    return ""
+
+
+def test_weights_that_only_another_rank_could_not_load_are_not_loaded(teacher, tmp_path: Path) -> None:
+    folder, _ = teacher
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    (file,) = broken.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"].fill_(float("nan"))}, file)
+    layout = "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1"  # the norm is on the last stage
+    errors = run_ranks(load_on_rank, 2, [*hf_flags(folder), *layout.split()], str(broken))
+    assert "model.norm.weight" in errors[0]
 
 
 def ask(port: int, path: str, body: Any = None, secret: str = "") -> tuple[int, Any]:

@@ -111,6 +111,14 @@ def test_elements_that_two_tensors_write_are_reported():
     assert problem == "qkv: 24 of 48 elements are written more than once, by k, q, q2, v"
 
 
+def test_joined_tensors_are_followed_and_belong_together():
+    tensors = {"q_a": torch.rand(2, 4), "kv_a": torch.rand(3, 4)}
+    plan = assert_loads_alike(Joined(), whole_buckets(tensors, 2), tensors)
+    assert plan.groups == {name: frozenset(tensors) for name in tensors}
+    assert plan.stock == {}
+    assert_loads_alike(Joined(), cut_buckets(tensors, 2), tensors)
+
+
 def test_what_is_computed_or_read_is_left_to_the_model():
     tensors = {"decay": torch.rand(4), "scale": torch.rand(1), "plain": torch.rand(4)}
     plan = LoadPlan(Computing(), whole_buckets(tensors))
@@ -204,3 +212,11 @@ def test_a_failure_costs_no_other_tensor():
     trace = trace_load(Picky(), whole_buckets(tensors).tensors)
     assert trace.failures.keys() == {"bad1", "bad2", "bad3"}
     assert {write.name for write in trace.writes} == {"q_a", "kv_a"}
+
+
+def test_a_scale_whose_name_only_ends_like_an_engines_own_is_missed():
+    model = Fused()
+    model.attn = nn.Module()
+    model.attn.block_scale = parameter(1)  # not a "k_scale"
+    model.attn.w13_input_scale = parameter(1)
+    assert list(LoadPlan(model, whole_buckets(Fused.tensors())).unwritten) == ["attn.block_scale"]

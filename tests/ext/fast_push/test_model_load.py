@@ -161,6 +161,29 @@ def test_a_buffer_that_the_loader_writes_by_out_follows_every_push():
     assert load.plan is not None and load.plan.stock.keys() == {"norm"}
 
 
+class WantsMemory(torch.nn.Module):
+    """Its kernel refuses tensors without memory by an error of its own; optionally it forgets half of a tensor."""
+
+    def __init__(self, part=slice(None)):
+        super().__init__()
+        self.a, self.b, self.part = parameter(4, 2), parameter(4), part
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "a":
+                if tensor.data_ptr() == 0:
+                    raise ValueError("Pointer argument cannot be accessed")
+                tensor = tensor * 2
+            self.get_parameter(name).data[self.part].copy_(tensor[self.part])
+
+
+def test_a_tensor_that_cannot_be_traced_must_fill_its_parameter():
+    load = ModelLoad(WantsMemory(slice(0, 2)))
+    tensors = {"a": torch.rand(4, 2), "b": torch.rand(4)}
+    problems = push(load, whole_buckets(tensors), tensors)
+    assert problems == ["a: 4 of 8 elements were never pushed", "b: 2 of 4 elements were never pushed"]
+
+
 class Flattening(torch.nn.Module):
     """Takes a run of elements that begins and ends within rows of the tensor, as its rank's part of it."""
 
@@ -262,6 +285,15 @@ def test_too_much_to_hold_goes_through_the_plan(monkeypatch):
     load = ModelLoad(model)
     assert push(load, cut_buckets(tensors), tensors) == []
     assert_holds(model, Fused, tensors)
+
+
+def test_too_much_to_hold_for_a_loader_that_computes_is_a_problem(monkeypatch):
+    monkeypatch.setattr(model_load, "HeldTensors", lambda *a: HeldTensors(*a, limit_bytes=0))
+    tensors = {"decay": torch.rand(4, 1)}
+    load = ModelLoad(Computing())
+    load.model.decay = parameter(4, 1)
+    problems = push(load, cut_buckets(tensors), tensors)
+    assert "1 tensors (decay) come in slices, must be whole" in problems[0]
 
 
 # --- tensors that wait for the rest of themselves, or for each other ------------------------------------------------

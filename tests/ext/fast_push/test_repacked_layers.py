@@ -130,6 +130,11 @@ def make_once() -> Step:
     return step
 
 
+def keep_number(layer: nn.Module) -> None:
+    layer.weight = fresh(layer.weight.t())
+    layer.quant_method.scale = float(layer.weight_scale.max())
+
+
 def narrow(layer: nn.Module) -> None:
     layer.weight = fresh(layer.weight.to(torch.float8_e4m3fn))
 
@@ -152,3 +157,16 @@ def test_a_layer_that_cannot_be_repacked_serves_and_refuses_pushes(step: Step, w
         unpack(model)
     assert not is_unpacked(model)
     assert all(torch.equal(before[name].float(), tensor.float()) for name, tensor in served(model).items())
+
+
+def test_numbers_that_a_step_keeps_outside_of_tensors_are_no_silent_loss() -> None:
+    model = start(keep_number)
+    assert refusal(model) == ""  # the same weights give the same number
+    unpack(model)
+    model.load_weights(checkpoint(1))
+    with pytest.raises(WeightSyncError, match="proj keeps quant_method.scale outside of tensors"):
+        repack(model)
+    assert is_unpacked(model), "the next push loads it again"
+    unpack(model)
+    model.load_weights(checkpoint(0))
+    repack(model)

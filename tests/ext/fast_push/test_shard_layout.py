@@ -6,8 +6,12 @@ from argparse import Namespace
 
 import pytest
 import torch
+from torch import Tensor
 
+from slime.backends.megatron_utils import models
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
+from slime.backends.megatron_utils.models.family import ModelFamily
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.ext.fast_push.shard_layout import (
     RowRuns,
     ShardLayout,
@@ -85,6 +89,23 @@ def test_slices_hold_what_the_export_of_the_whole_gives(name: str, part: tuple[i
         place = tuple(slice(s, s + n) for s, n in zip(held.slice.offsets, held.slice.sizes, strict=True))
         columns = slice(held.first_column, held.first_column + held.num_columns)
         assert torch.equal(exported[held.name][place], parts[split.rank][indices(held)][:, columns])
+
+
+@pytest.fixture
+def transposing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def split(tensor: Tensor, shape: object) -> tuple[Tensor]:
+        return (tensor.T,)
+
+    top = (Rule("output_layer.weight", ("head.weight",), split=split),)
+    weight_map = WeightMap("one that transposes", top=top, layer=())
+    family = ModelFamily(model_types=("transposing",), weight_map=weight_map)
+    monkeypatch.setitem(models.FAMILIES, "transposing", family)
+
+
+@pytest.mark.usefixtures("transposing")
+def test_an_export_that_moves_more_than_rows_and_columns_has_no_slices() -> None:
+    layout = ShardLayout(make_args(vocab_size=6, padded_vocab_size=6), "transposing")
+    assert layout.slices("output_layer.weight", (6, 6), TensorSplit()) is None
 
 
 def test_a_slice_is_on_blocks_when_its_edges_and_seams_are() -> None:

@@ -88,3 +88,8 @@ def test_buckets_are_numbered_by_group_turn_and_rank() -> None:
 def test_tensors_that_no_rank_holds_whole_are_an_error() -> None:
     with pytest.raises(WeightSyncError, match="16 elements together"):
         plan_shards([[rows("w", 0, 4, 8, 4)]], bucket_bytes=10_000)
+
+
+def test_replicas_that_are_cut_differently_are_an_error() -> None:
+    with pytest.raises(WeightSyncError, match="ranks 0 and 1 hold different slices of w"):
+        plan_shards([[rows("w", 0, 8, 8, 4)], [rows("w", 0, 4, 8, 4)]], bucket_bytes=10_000)

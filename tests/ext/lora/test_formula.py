@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from slime.ext.lora.formula import merged
+from slime.ext.lora.formula import merged, widened
 
 A = torch.tensor([[[1.0, 2.0]], [[10.0, 20.0]]])
 """Two parts of rank 1 over two columns."""
 B = torch.tensor([[3.0], [5.0], [7.0]])
 PART_OF_ROW = torch.tensor([1, 0, -1])
+
+
+def test_a_row_stands_in_the_columns_of_its_part() -> None:
+    assert widened(B, PART_OF_ROW, 2).tolist() == [[0, 3], [5, 0], [0, 0]]
 
 
 def test_rows_meet_the_matrix_of_their_part_and_rows_without_one_stay() -> None:

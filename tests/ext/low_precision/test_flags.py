@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 
 from slime.ext.low_precision.folders.run import rewrite_folder
 from slime.ext.low_precision.folders.to_quantized import to_int4
-from slime.ext.low_precision.selection import Int4Selection
+from slime.ext.low_precision.selection import Int4Selection, group_size
 from slime.utils.errors import ConfigError
 from tests.unit.backends.megatron_utils.megatron_case import parse
 
@@ -47,6 +48,13 @@ def test_the_variables_of_the_environment_are_the_flags(monkeypatch: pytest.Monk
     assert parse(*MOE, "--int4-qat-group-size", "96").int4_qat_group_size == 96
     monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "0")
     assert parse(*MOE).int4_qat is False
+
+
+def test_experts_have_the_size_of_dense_layers_where_no_flag_says_another() -> None:
+    words = [word for word in MOE if word not in ("--moe-ffn-hidden-size", "96")]
+    assert parse(*words, "--int4-qat", "--int4-qat-group-size", "64").int4_qat
+    with pytest.raises(ConfigError, match="--moe-ffn-hidden-size is 128; over --expert-tensor-parallel-size 1"):
+        parse(*words, "--int4-qat", "--int4-qat-group-size", "96")
 
 
 def test_a_packed_checkpoint_decides_what_is_rounded_and_in_which_groups(tmp_path: Path) -> None:
@@ -120,3 +128,11 @@ def test_a_checkpoint_quantized_in_another_way_is_refused(tmp_path: Path, quanti
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "acme", "quantization_config": quantization}))
     with pytest.raises(ConfigError, match="--int4-qat rounds to symmetric four-bit integers"):
         parse(*MOE, "--int4-qat", "--hf-checkpoint", str(tmp_path))
+
+
+def test_engines_that_serve_other_weights_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    args = parse(*MOE)
+    args.int4_qat_group_size, args.debug_train_only = 32, False
+    with caplog.at_level(logging.WARNING):
+        group_size(args)
+    assert "another policy" in caplog.text

@@ -7,7 +7,7 @@ import torch
 
 from slime.algorithms.kl import approx_kl
 from slime.algorithms.off_policy import MismatchBounds, icepop, truncated_importance_sampling
-from slime.algorithms.reduction import scale_for_megatron, sum_of_sample_means
+from slime.algorithms.reduction import num_loss_tokens, scale_for_megatron, sum_of_sample_means
 from slime.algorithms.value_loss import clipped_value_loss
 
 
@@ -84,6 +84,13 @@ def test_rollouts_count_once_however_they_were_cut():
     assert three(values).item() / 2 == 2.0
 
 
+def test_per_token_mean_weighs_long_rollouts_more():
+    masks = [torch.ones(2), torch.ones(4)]
+    values = torch.tensor([1.0, 1.0, 3.0, 3.0, 3.0, 3.0])
+    total = sum_of_sample_means(masks, [2, 4], per_token=True)(values)
+    assert (total / num_loss_tokens(masks)).item() == pytest.approx(14 / 6)
+
+
 def test_masked_tokens_contribute_nothing_not_even_nan():
     masks = [torch.tensor([1, 0]), torch.tensor([0])]
     values = torch.tensor([2.0, float("nan"), float("inf")], requires_grad=True)
@@ -91,6 +98,16 @@ def test_masked_tokens_contribute_nothing_not_even_nan():
     total.backward()
     assert total.item() == 2.0
     assert values.grad.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_denominators_default_to_each_samples_own_mask():
+    assert sum_of_sample_means([torch.tensor([1, 1, 0])], None)(torch.tensor([1.0, 3.0, 9.0])).item() == 2.0
+
+
+def test_reducer_of_nothing_is_zero_and_wrong_lengths_are_refused():
+    assert sum_of_sample_means([torch.zeros(0)], [5])(torch.zeros(0)).item() == 0.0
+    with pytest.raises(ValueError, match="values for"):
+        sum_of_sample_means([torch.ones(2)], [2])(torch.ones(3))
 
 
 def test_scaling_undoes_the_averages_of_megatron():

@@ -7,7 +7,7 @@ import ray
 
 from slime.flags.cluster import plan_gpus
 from slime.ray import gpus, waiting
-from slime.ray.gpus import _sort_key
+from slime.ray.gpus import GpuSlice, _sort_key
 from slime.ray.waiting import Interrupted, sigterm
 from slime.utils.errors import ConfigError
 
@@ -45,6 +45,11 @@ def test_the_mode_decides_size_and_offset(changes, num_gpus, offset):
 def test_gpus_are_ordered_by_the_numbers_of_the_address_not_by_its_letters():
     nodes = [("10.0.0.10", 0), ("10.0.0.9", 1), ("10.0.0.9", 0)]
     assert sorted(nodes, key=lambda node: _sort_key(*node)) == [("10.0.0.9", 0), ("10.0.0.9", 1), ("10.0.0.10", 0)]
+
+
+def test_a_slice_from_an_offset_keeps_bundle_and_gpu_together():
+    everything = GpuSlice(None, [2, 0, 1], [7, 5, 6])
+    assert everything.from_offset(1) == GpuSlice(None, [0, 1], [5, 6])
 
 
 @pytest.fixture

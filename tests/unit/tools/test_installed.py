@@ -34,3 +34,20 @@ def test_a_part_that_is_missing_names_the_recipes_that_would_not_run(part, verdi
     named = set(text.partition("would not run: ")[2].split())
     assert found == verdict and says in text
     assert stop <= named <= set(installed.recipes()) and not named & do_not
+
+
+def test_packages_are_held_against_their_pins(monkeypatch):
+    pinned = installed.pins("cpu")
+    here = {name: installed._installed(name) or "1" for name in pinned}
+    monkeypatch.setattr(installed, "pins", lambda name: here)
+    monkeypatch.setattr(installed, "_installed", here.get)
+    assert {row[0] for row in installed.packages("cpu")} == {"good"}
+    others = [name for name in here if name not in installed.MAIN["cpu"]]
+    old = here | dict.fromkeys(others[:12], "0.1") | {"torch": "2.0", "ray": None}
+    monkeypatch.setattr(installed, "_installed", old.get)
+    rows = {name: (verdict, text) for verdict, name, text in installed.packages("cpu")}
+    assert rows["torch"] == ("bad", f"2.0; pinned: {here['torch']}: DEVICE=cpu make install")
+    assert rows["ray"][1].startswith("missing; pinned:") and rows["numpy"][0] == "good"
+    verdict, text = rows["other packages"]
+    assert verdict == "unknown" and f"{len(others) - 12} of {len(others)} as pinned" in text
+    assert f"{others[0]} 0.1 (pinned {here[others[0]]})" in text and text.endswith(", and 2 more")

@@ -51,6 +51,10 @@ def test_rows_may_end_behind_the_last_trained_token_and_be_absent_without_one() 
     assert checked(None, 10).shape == (0, 3, 2)
 
 
+def test_what_an_array_library_brings_is_taken_too() -> None:
+    assert torch.equal(checked(rows(4).numpy(), 5).int(), rows(4))
+
+
 def dead(value: int, layer: int = 2) -> torch.Tensor:
     result = rows(9)
     result[4, layer] = value
@@ -75,6 +79,15 @@ def dead(value: int, layer: int = 2) -> torch.Tensor:
 def test_routing_that_cannot_be_replayed_names_the_sample_and_the_flag(value: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         checked(value, 10, 9)
+
+
+def test_dense_layers_may_hold_anything() -> None:
+    checked(dead(0, layer=1), 10, 9)
+
+
+def test_more_experts_than_ids_can_name_are_refused() -> None:
+    with pytest.raises(DataError, match="--num-experts is 40000; expert ids are kept in torch.int16"):
+        RoutedShape(num_layers=1, top_k=1, num_experts=40000)
 
 
 def test_padding_takes_different_experts_and_loads_all_alike() -> None:

@@ -117,6 +117,16 @@ def test_step_order_is_kept_within_each_rank():
         assert all(position < 4 for position in first_step)
 
 
+def test_fixed_micro_batches_that_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match="--micro-batch-size 3"):
+        build_dp_schedule(
+            config(use_dynamic_batch_size=False, micro_batch_size=3),
+            LENGTHS,
+            global_batch_size=8,
+            rollout_indices=list(range(8)),
+        )
+
+
 @pytest.mark.parametrize(
     ("global_batch_size", "dp_size", "message"),
     [(9, 2, "--global-batch-size is 9"), (1, 2, "1 samples for 2 data-parallel ranks")],

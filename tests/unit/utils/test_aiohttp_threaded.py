@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from slime.utils.aiohttp_threaded import run_app_in_thread
-from slime.utils.errors import DeadlineError
+from slime.utils.errors import DeadlineError, ProcessError
 
 
 def make_app():
@@ -31,6 +31,14 @@ def test_it_listens_when_the_call_returns_and_not_after_its_stop():
     assert not handle.thread.is_alive()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{handle.port}/")
+
+
+def test_a_taken_port_is_an_error_with_its_cause():
+    handle = run_app_in_thread(make_app(), host="127.0.0.1")
+    with pytest.raises(ProcessError, match=str(handle.port)) as refused:
+        run_app_in_thread(make_app(), host="127.0.0.1", port=handle.port)
+    assert isinstance(refused.value.__cause__, OSError)
+    handle.stop()
 
 
 def test_a_start_that_hangs_ends_at_its_deadline():

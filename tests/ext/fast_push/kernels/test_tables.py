@@ -8,7 +8,7 @@ import torch
 from slime.ext.fast_push.kernels.tables import CastItem, CastTable, CopyItem, CopyTable, DigestTable, as_unsigned
 from slime.weights.digest import digest_bytes
 from slime.weights.quantize.block_fp8 import quantize_block
-from tests.ext.fast_push.kernels.table_cases import COPY_BYTES, cast_items, copy_items
+from tests.ext.fast_push.kernels.table_cases import COPY_BYTES, cast_items, check_joined_items, copy_items
 
 
 def run(*items: CastItem, out_dtype: torch.dtype = torch.bfloat16, block: tuple[int, int] = (128, 128)):
@@ -55,6 +55,10 @@ def test_digests_are_those_of_every_matrix_and_of_its_scales():
     assert table.segments[:2] == [(items[0].out_offset, 512), (items[0].scale_offset, 8)]
 
 
+def test_digests_of_segments_that_several_items_make_up():
+    check_joined_items("cpu", use_triton=False)
+
+
 def test_a_run_reads_what_the_parameter_holds_then():
     weight = torch.nn.Parameter(torch.ones(2, 2))
     table = CastTable([CastItem(weight, 2, 0, 2, 0, "copy")], torch.bfloat16)
@@ -63,6 +67,17 @@ def test_a_run_reads_what_the_parameter_holds_then():
         weight.fill_(7.0)
     table.run(out)
     assert out.view(torch.float32).tolist() == [7.0] * 4
+
+
+SOURCE = torch.zeros(4, 8)
+
+
+def test_a_bucket_that_is_too_small_is_refused():
+    table = CastTable([CastItem(SOURCE, 4, 0, 4, 0, "copy")], torch.bfloat16)
+    with pytest.raises(ValueError, match="the bucket has 127 bytes; the items of this table need 128"):
+        table.run(torch.zeros(127, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="flat uint8"):
+        table.run(torch.zeros(128))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,6 +105,22 @@ def test_every_case_equals_what_it_was_copied_from():
     before = table.count_differences(flat)
     table.copy(flat)
     assert before.sum() > 1000 and table.count_differences(flat).sum() == 0
+
+
+def test_differences_are_bytes_after_the_cast():
+    flat = as_bytes(torch.tensor([1.0, 2.0, 3.0]))
+    held = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
+    table = CopyTable([CopyItem(held, 0, (1,), torch.float32), CopyItem(torch.zeros(2), 0, (1,), torch.float32)])
+    # 1.0 is 3f800000, 2.0 is 40000000.
+    assert table.count_differences(flat).tolist() == [0, 3]
+    held.view(torch.uint8)[3] ^= 0x80
+    assert table.count_differences(flat).tolist() == [1, 3]
+
+
+def test_equal_numbers_with_other_bits_differ():
+    flat = as_bytes(torch.tensor([0.0, float("nan")]))
+    held = torch.tensor([-0.0, float("nan")])
+    assert CopyTable([CopyItem(held, 0, (1,), torch.float32)]).count_differences(flat).tolist() == [1]
 
 
 DATA = torch.randint(0, 256, (4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

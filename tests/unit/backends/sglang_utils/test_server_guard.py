@@ -10,7 +10,8 @@ import pytest
 import uvicorn
 
 from slime.backends.sglang_utils import cpu_shim, server_guard
-from slime.backends.sglang_utils.server_guard import ServerGuard, generation_key, guard_as_parent
+from slime.backends.sglang_utils.server_guard import ServerGuard, generation_key, guard_as_parent, guard_port
+from slime.utils import env
 
 SECRET = "s3cret"
 NOTHING, WRONG, GENERATES, ADMIN = b"", b"Bearer s3cre", f"Bearer {generation_key(SECRET)}".encode(), b"bearer s3cret"
@@ -135,3 +136,32 @@ def test_an_engine_sends_its_key_to_its_encoders_and_to_nobody_else(monkeypatch)
         asyncio.run(aiohttp.ClientSession._request(None, "POST", url, headers={"A": "b"}))
     key = {"A": "b", "Authorization": f"Bearer {server_guard.generation_key(SECRET)}"}
     assert sent == [(url, key if url in urls[:2] else {"A": "b"}) for url in urls]
+
+
+def test_only_the_engines_own_port_is_guarded_in_this_process_and_its_children(monkeypatch):
+    monkeypatch.setattr(uvicorn.Config, "load", uvicorn.Config.load)
+    monkeypatch.setenv("SLIME_ENGINE_GUARD", "")
+    guard_port(SECRET, "10.0.0.1", 4321, is_encoder=False, pass_on=True)
+    assert json.loads(env.get_str("SLIME_ENGINE_GUARD") or "") == [SECRET, "10.0.0.1", 4321, False, []]
+    own, other = uvicorn.Config(served, port=4321), uvicorn.Config(served, port=4322)
+    own.load()
+    other.load()
+    assert status_of_app(own) == 401 and status_of_app(other) == "served"
+    monkeypatch.undo()
+    monkeypatch.setattr(uvicorn.Config, "load", uvicorn.Config.load)
+    monkeypatch.setenv("SLIME_ENGINE_GUARD", json.dumps([SECRET, "10.0.0.1", 4321, False, []]))
+    guard_as_parent()
+    child = uvicorn.Config(served, port=4321)
+    child.load()
+    assert status_of_app(child) == 401
+
+
+def status_of_app(config: uvicorn.Config):
+    seen = []
+
+    async def send(message):
+        seen.append(message)
+
+    scope = {"type": "http", "path": "/generate", "headers": [], "client": None, "scheme": "http"}
+    asyncio.run(config.loaded_app(scope, None, send))
+    return seen[0]["status"] if isinstance(seen[0], dict) else seen[0]

@@ -104,6 +104,13 @@ def test_one_engine_that_fails_fails_the_push_and_is_named(fault: str) -> None:
     assert served == ([0, 1] if fault == "continue_generation" else [])
 
 
+def test_nothing_more_is_sent_after_a_failure() -> None:
+    engines = [Engine(0), Engine(1, "update_weights_from_tensor")]
+    with pytest.raises(WeightSyncError):
+        push(*engines)
+    assert engines[0].asked.count("update_weights_from_tensor") == 1
+
+
 def test_weights_that_engines_repack_are_unpacked_before_and_packed_after() -> None:
     engine = Engine(0)
     push(engine, repacks=True)
