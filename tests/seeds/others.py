@@ -1,10 +1,11 @@
-"""Recipes beyond the documents: families, precisions and pushes that no document names.
+"""Recipes beyond the documents: precisions and pushes that no document names, and families.py.
 
 ``python -m tests.seeds --only NAME``; without ``--only`` the recipes of the documents run.
 """
 
 from __future__ import annotations
 
+from tests.seeds.families import FAMILIES
 from tests.seeds.recipes import CPU_SIZES, GPU_SIZES, TRITON_FP8, Form, Job, Seed, fp8, torch_dist
 
 ONE_ENGINE = "--actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2"
@@ -207,68 +208,7 @@ PLAIN = Seed(
     ),
 )
 
-OLMO_YARN = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0, "original_max_position_embeddings": 512}
-OLMO_LAYERS = {
-    **{"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
-    "rope_parameters": OLMO_YARN,
-}
-OLMO_PREPARE = (torch_dist("olmo3-7B", "Olmo-3-7B-Instruct", "Olmo-3-7B-Instruct_torch_dist"),)
-
-OLMO = Seed(
-    title="OLMo-3-7B",
-    script="run-olmo3-7B.sh",
-    family="olmo3",
-    folder="Olmo-3-7B-Instruct",
-    cpu=Form(
-        sizes=OLMO_LAYERS,
-        prepare=OLMO_PREPARE,
-        environment={"NUM_GPUS": "4"},
-        flags=f"{CPU_SIZES} --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --global-batch-size 16",
-        jobs=(Job("TP2 SP; colocated, two engines", "--rollout-num-gpus-per-engine 1"),),
-    ),
-    gpu=Form(
-        sizes={
-            **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 1024},
-            **OLMO_LAYERS,
-        },
-        weight_std=0.04,
-        prepare=OLMO_PREPARE,
-        environment={"NUM_GPUS": "4"},
-        flags=f"{GPU_SIZES} --global-batch-size 64",
-        jobs=(Job("TP2 SP; colocated, an engine of TP2", COLOCATED, bound=0.05),),
-    ),
-)
-
-GEMMA_PREPARE = (torch_dist("gemma4-31B", "gemma-4-31B-it", "gemma-4-31B-it_torch_dist"),)
-
-GEMMA = Seed(
-    title="Gemma-4-31B",
-    script="run-gemma4-31B.sh",
-    family="gemma4",
-    folder="gemma-4-31B-it",
-    cpu=Form(
-        sizes={"sliding_window": 16, "intermediate_size": 96},
-        prepare=GEMMA_PREPARE,
-        flags=f"""
-            {CPU_SIZES} --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --tensor-model-parallel-size 2
-            --global-batch-size 16
-        """,
-        jobs=(Job("TP2 SP; colocated, two engines", "--rollout-num-gpus-per-engine 1"),),
-    ),
-    gpu=Form(
-        sizes={
-            **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 1024},
-            **{"num_global_key_value_heads": 4, "head_dim": 64, "global_head_dim": 128, "sliding_window": 64},
-        },
-        weight_std=0.04,
-        prepare=GEMMA_PREPARE,
-        flags=f"{GPU_SIZES} --tensor-model-parallel-size 2 --global-batch-size 64",
-        jobs=(Job("TP2 SP; colocated, an engine of TP2", COLOCATED, bound=0.05),),
-    ),
-)
-
 OTHERS = {
     **{"minimax-m2": MINIMAX, "qwen3-next": NEXT, "qwen3-30b-int4": INT4, "qwen3-4b-fp8-channel": CHANNELS},
-    **{"glm4-9b-fp16": HALF, "glm4-9b-delta": DELTA, "glm4-9b-plain": PLAIN, "olmo3-7b": OLMO},
-    "gemma4-31b": GEMMA,
+    **{"glm4-9b-fp16": HALF, "glm4-9b-delta": DELTA, "glm4-9b-plain": PLAIN, **FAMILIES},
 }

@@ -1,0 +1,156 @@
+"""Recipes of families that no document names, one job each, training and engine on the same devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.seeds.recipes import CPU_SIZES, GPU_SIZES, Form, Job, Seed, torch_dist
+
+COLOCATED = "--colocate --rollout-num-gpus 2 --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2"
+CPU_FLAGS = f"{CPU_SIZES} --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --global-batch-size 16"
+GPU_FLAGS = f"{GPU_SIZES} --global-batch-size 64"
+DENSE = {
+    **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2},
+    **{"head_dim": 64, "intermediate_size": 1024},
+}
+
+OLMO_YARN = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+OLMO_LAYERS = {
+    **{"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    "rope_parameters": OLMO_YARN,
+}
+OLMO_PREPARE = (torch_dist("olmo3-7B", "Olmo-3-7B-Instruct", "Olmo-3-7B-Instruct_torch_dist"),)
+
+OLMO = Seed(
+    title="OLMo-3-7B",
+    script="run-olmo3-7B.sh",
+    family="olmo3",
+    folder="Olmo-3-7B-Instruct",
+    cpu=Form(
+        sizes=OLMO_LAYERS,
+        prepare=OLMO_PREPARE,
+        environment={"NUM_GPUS": "4"},
+        flags=CPU_FLAGS,
+        jobs=(Job("TP2 SP; colocated, two engines", "--rollout-num-gpus-per-engine 1"),),
+    ),
+    gpu=Form(
+        sizes={
+            **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 1024},
+            **OLMO_LAYERS,
+        },
+        weight_std=0.04,
+        prepare=OLMO_PREPARE,
+        environment={"NUM_GPUS": "4"},
+        flags=GPU_FLAGS,
+        jobs=(Job("TP2 SP; colocated, an engine of TP2", COLOCATED, bound=0.05),),
+    ),
+)
+
+GEMMA_PREPARE = (torch_dist("gemma4-31B", "gemma-4-31B-it", "gemma-4-31B-it_torch_dist"),)
+
+GEMMA = Seed(
+    title="Gemma-4-31B",
+    script="run-gemma4-31B.sh",
+    family="gemma4",
+    folder="gemma-4-31B-it",
+    cpu=Form(
+        sizes={"sliding_window": 16, "intermediate_size": 96},
+        prepare=GEMMA_PREPARE,
+        flags=f"{CPU_FLAGS} --tensor-model-parallel-size 2",
+        jobs=(Job("TP2 SP; colocated, two engines", "--rollout-num-gpus-per-engine 1"),),
+    ),
+    gpu=Form(
+        sizes={
+            **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 1024},
+            **{"num_global_key_value_heads": 4, "head_dim": 64, "global_head_dim": 128, "sliding_window": 64},
+        },
+        weight_std=0.04,
+        prepare=GEMMA_PREPARE,
+        flags=f"{GPU_FLAGS} --tensor-model-parallel-size 2",
+        jobs=(Job("TP2 SP; colocated, an engine of TP2", COLOCATED, bound=0.05),),
+    ),
+)
+
+
+def dense(
+    title: str,
+    models: str,
+    folder: str,
+    *,
+    family: str,
+    script: str,
+    cpu_sizes: dict[str, Any] | None = None,
+    sizes: dict[str, Any] | None = None,
+) -> Seed:
+    """Return the seed of a family whose layers have an ordinary attention; ``sizes`` are those on a GPU."""
+    prepare = (torch_dist(models, folder, f"{folder}_torch_dist"),)
+    tp2 = "--tensor-model-parallel-size 2 --expert-model-parallel-size 1"
+    return Seed(
+        title=title,
+        script=script,
+        family=family,
+        folder=folder,
+        cpu=Form(
+            sizes=cpu_sizes or {},
+            prepare=prepare,
+            flags=f"{CPU_FLAGS} {tp2} --sglang-ep-size 1",
+            jobs=(Job("TP2 SP; colocated, two engines", "--rollout-num-gpus-per-engine 1"),),
+        ),
+        gpu=Form(
+            sizes={**DENSE, **(sizes or {})},
+            weight_std=0.04,
+            prepare=prepare,
+            flags=f"{GPU_FLAGS} {tp2} --sglang-ep-size 1 --sglang-cuda-graph-bs-decode 1 2 4 8 16",
+            jobs=(Job("TP2 SP; colocated, an engine of TP2", COLOCATED, bound=0.05),),
+        ),
+    )
+
+
+MIXTRAL = dense(
+    *("Mixtral-8x7B", "mixtral-8x7B", "Mixtral-8x7B-Instruct-v0.1"),
+    family="mixtral",
+    script="run-mixtral-8x7B.sh",
+    sizes={"intermediate_size": 256, "num_local_experts": 8},
+)
+SEED_OSS = dense(
+    *("Seed-OSS-36B", "seed-oss-36B", "Seed-OSS-36B-Instruct"),
+    family="seed_oss",
+    script="run-seed-oss-36B.sh",
+    cpu_sizes={"num_attention_heads": 4},  # SGLang pads others on a CPU, and takes the heads for narrower ones
+)
+MISTRAL = dense(
+    *("Mistral-Small-3.1-24B", "mistral-small-3.1-24B", "Mistral-Small-3.1-24B-Instruct-2503"),
+    family="mistral3",
+    script="run-mistral-small-3.1-24B.sh",
+)
+
+NEMOTRON_FOLDER = "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
+NEMOTRON = Seed(
+    title="Nemotron-3-Nano-30B-A3B",
+    script="run-nemotron3-nano-30B-A3B.sh",
+    family="nemotron_h",
+    folder=NEMOTRON_FOLDER,
+    cpu=None,
+    gpu=Form(
+        sizes={
+            **{"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
+            **{"mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4},
+            **{"intermediate_size": 1024, "moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 512},
+        },
+        weight_std=0.04,
+        prepare=(torch_dist("nemotron3-nano-30B-A3B", NEMOTRON_FOLDER, f"{NEMOTRON_FOLDER}_torch_dist"),),
+        flags=f"{GPU_FLAGS} --sglang-ep-size 1 --sglang-cuda-graph-bs-decode 1 2 4 8 16",
+        jobs=(
+            Job(
+                "TP2 EP2 SP, Adam on the host; an engine of TP2",
+                f"{COLOCATED} --tensor-model-parallel-size 2 --expert-model-parallel-size 2",
+                bound=0.1,
+            ),
+        ),
+    ),
+)
+
+FAMILIES = {
+    **{"olmo3-7b": OLMO, "gemma4-31b": GEMMA, "mixtral-8x7b": MIXTRAL, "seed-oss-36b": SEED_OSS},
+    **{"mistral-small-24b": MISTRAL, "nemotron3-nano-30b": NEMOTRON},
+}
