@@ -79,7 +79,6 @@ def dense(
     *,
     family: str,
     script: str,
-    cpu_sizes: dict[str, Any] | None = None,
     sizes: dict[str, Any] | None = None,
 ) -> Seed:
     """Return the seed of a family whose layers have an ordinary attention; ``sizes`` are those on a GPU."""
@@ -91,7 +90,7 @@ def dense(
         family=family,
         folder=folder,
         cpu=Form(
-            sizes=cpu_sizes or {},
+            sizes={},
             prepare=prepare,
             flags=f"{CPU_FLAGS} {tp2} --sglang-ep-size 1",
             jobs=(Job("TP2 SP; colocated, two engines", "--rollout-num-gpus-per-engine 1"),),
@@ -116,7 +115,6 @@ SEED_OSS = dense(
     *("Seed-OSS-36B", "seed-oss-36B", "Seed-OSS-36B-Instruct"),
     family="seed_oss",
     script="run-seed-oss-36B.sh",
-    cpu_sizes={"num_attention_heads": 4},  # SGLang pads others on a CPU, and takes the heads for narrower ones
 )
 MISTRAL = dense(
     *("Mistral-Small-3.1-24B", "mistral-small-3.1-24B", "Mistral-Small-3.1-24B-Instruct-2503"),

@@ -36,8 +36,10 @@ class PlainPush(Transport):
 
     def __init__(self, ranks: TrainerRanks) -> None:
         self._ranks = ranks
+        self._shares_gpu = False
+        """An engine has this rank's GPU: it maps the rank's buckets."""
         self._beside: list[EngineProxy] = []
-        """Engines whose first GPU is this rank's: they map its buckets."""
+        """Engines whose first GPU is this rank's: it asks them to load."""
         self._remote: list[EngineProxy] = []
         """Engines on other GPUs, on rank 0 alone: they get the buckets by broadcast."""
         self._group = EngineGroup("slime")
@@ -47,7 +49,9 @@ class PlainPush(Transport):
     def connect(self, engines: Sequence[EngineProxy], weights: SentWeights) -> None:
         """Find out which engines share a GPU with this rank."""
         colocated = [e for e in engines if e.is_colocated and e.gpu_offset + e.num_gpus <= self._ranks.world_size]
-        self._beside = [engine for engine in colocated if engine.gpu_offset == self._ranks.rank]
+        rank = self._ranks.rank
+        self._shares_gpu = any(e.gpu_offset <= rank < e.gpu_offset + e.num_gpus for e in colocated)
+        self._beside = [engine for engine in colocated if engine.gpu_offset == rank]
         self._remote = [e for e in engines if e not in colocated] if self._ranks.rank == 0 else []
         if weights is not self._weights:
             self._weights, self._buckets = weights, None
@@ -88,35 +92,49 @@ class PlainPush(Transport):
 
     @torch.no_grad()
     def _send_buckets(self, push: Push) -> None:
-        """Send every bucket; after a failure this rank only gathers, because the others gather with it."""
+        """Send every bucket; a rank that has failed sends none, and meets the others until the last."""
         source = self._source()
         for index, flat in source.iter_buckets():
-            if push.failures or push.participants.reasons:
-                continue
             bucket = named_views(flat, source.manifest.buckets[index], source.manifest)
-            try:
-                self._hand_over(push, bucket)
-                self._group.broadcast(bucket, push.version, push.participants)
-            except PUSH_FAILURES as error:
-                push.failures.append(error)
+            handle, buffer = self._share(push, bucket)
+            handles = self._ranks.gather(handle)
+            if _is_whole(push):
+                try:
+                    self._hand_over(push, handles)
+                    self._group.broadcast(bucket, push.version, push.participants)
+                except PUSH_FAILURES as error:
+                    push.failures.append(error)
+            self._ranks.gather(None)  # the engines have mapped the buffers until here
+            del buffer
         push.meet(f"sending the tensors of version {push.version}")
         _require_all(push)
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()  # what engines have let go
 
-    def _hand_over(self, push: Push, bucket: NamedTensors) -> None:
-        """Let the engines on this rank's GPU load a bucket from its memory (CUDA IPC; shared memory on a CPU)."""
-        if not self._beside:
-            return
-        handle, buffer = sglang.serialize_bucket(bucket)
+    def _share(self, push: Push, bucket: NamedTensors) -> tuple[str, torch.Tensor | None]:
+        """Return a handle to a copy of the bucket for the engine on this rank's GPU (CUDA IPC; shared memory on a
+        CPU), and the copy; "" where no engine maps it or this rank has failed.
+        """
+        if not self._shares_gpu or not _is_whole(push):
+            return "", None
+        try:
+            return sglang.serialize_bucket(bucket)
+        except PUSH_FAILURES as error:
+            push.failures.append(error)
+            return "", None
+
+    def _hand_over(self, push: Push, handles: list[str]) -> None:
+        """Let the engines that begin on this rank's GPU load a bucket, each of their GPUs from its own memory."""
+        of_engines = {e.index: handles[e.gpu_offset : e.gpu_offset + e.num_gpus] for e in self._beside}
+        if any("" in own for own in of_engines.values()):
+            return  # a rank has failed, which ends the push at the next meeting
         push.participants.ask(
             "loading a bucket",
             lambda engine: engine.update_weights_from_tensor(
-                [handle] * engine.num_gpus, load_format=FLATTENED_BUCKET, weight_version=push.version
+                of_engines[engine.index], load_format=FLATTENED_BUCKET, weight_version=push.version
             ),
             self._beside,
         )
-        del buffer  # the engines have mapped it until here
 
     def _source(self) -> GatheredBuckets:
         """Return the buckets of this model, the same on all ranks; planned at the first push, collectively."""
@@ -128,6 +146,11 @@ class PlainPush(Transport):
     def _on_main_rank(self, push: Push, what: str, action: Callable[[], None]) -> None:
         push.on_main_rank(what, action)
         _require_all(push)
+
+
+def _is_whole(push: Push) -> bool:
+    """Return whether nothing has failed that this rank knows of."""
+    return not push.failures and not push.participants.reasons
 
 
 def _require_all(push: Push) -> None:

@@ -15,4 +15,16 @@ def serve_as_qwen2(*_: Any) -> None:
     ModelRegistry.models.setdefault("SeedOssForCausalLM", ModelRegistry.models["Qwen2ForCausalLM"])
 
 
-HOOKS = (("sglang.srt.model_loader.utils.get_model_architecture", serve_as_qwen2, "before"),)
+def keep_width(layer: Any, config: Any, *_: Any, **__: Any) -> None:
+    """Let Qwen2's layers read the width of heads from the config.
+
+    On a CPU SGLang notes the number of heads before padding, and Qwen2's layers divide the hidden size by it.
+    """
+    if config.model_type == "seed_oss":
+        vars(config).pop("original_num_attention_heads", None)
+
+
+HOOKS = (
+    ("sglang.srt.model_loader.utils.get_model_architecture", serve_as_qwen2, "before"),
+    ("sglang.srt.models.qwen2.Qwen2DecoderLayer.__init__", keep_width, "before"),
+)

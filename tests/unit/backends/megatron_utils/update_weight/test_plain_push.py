@@ -62,7 +62,8 @@ class Engine(EngineProxy):
         if method == self.fault:
             return Answer(EngineError("out of memory"))
         if method == "update_weights_from_tensor":
-            (bucket,) = keywords["serialized_named_tensors"]
+            self.handles = keywords["serialized_named_tensors"]
+            bucket = self.handles[0]
             self.held |= {name: tensor.clone() for name, tensor in bucket}
             self.version = keywords["weight_version"]
         return Answer(self.version if method == "get_weight_version" else None)
@@ -124,3 +125,34 @@ def test_a_comparison_is_refused() -> None:
     with pytest.raises(WeightSyncError, match="--check-weight-update-equal needs --weight-push verified"):
         push(engine, checks=True)
     assert engine.asked == []
+
+
+class FirstOfTwo(TrainerRanks):
+    """Rank 0; the other, whose GPU is the engine's second, gives ``other`` for its own handle."""
+
+    other = "its memory"
+
+    def gather(self, own: Any) -> list[Any]:
+        if isinstance(own, tuple):  # a meeting
+            return [own, (None if self.other else "out of memory", {}, None)]
+        return [own, own and self.other]
+
+    def from_main(self, own: Any) -> Any:
+        return own
+
+
+@pytest.mark.parametrize("other", ["its memory", ""])
+def test_each_gpu_of_an_engine_loads_from_the_rank_that_shares_it(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FirstOfTwo, "other", other)
+    engine = Engine(0)
+    engine.num_gpus = 2
+    transport = PlainPush(FirstOfTwo(world_size=2))
+    made = Push("3", Participants([engine], PushClock(20)), FirstOfTwo(world_size=2))
+    transport.connect([engine], weights=object())  # type: ignore[arg-type]
+    if other:
+        transport.send(made)
+        assert engine.handles[1] == "its memory" and engine.held.keys() == TENSORS.keys()
+    else:
+        with pytest.raises(WeightSyncError, match="trainer rank 1 failed .*out of memory"):
+            transport.send(made)
+        assert "update_weights_from_tensor" not in engine.asked
