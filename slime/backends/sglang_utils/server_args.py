@@ -101,6 +101,9 @@ def build_server_args(
 
         loaders += ACTIONS.values()
     decided["custom_weight_loader"] = loaders
+    is_open = decided.get("enable_multimodal") is None and not decided.get("skip_tokenizer_init")
+    if is_open and lacks_processor(model_path):
+        decided["enable_multimodal"] = False  # SGLang would not start
     if decided.get("speculative_algorithm") in OWN_DRAFTS and not decided.get("speculative_draft_model_path"):
         # SGLang does this itself for most families with MTP layers, not for MiMo.
         decided["speculative_draft_model_path"] = model_path
@@ -149,6 +152,13 @@ def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Ma
     if args.use_rollout_routing_replay:
         decided["enable_return_routed_experts"] = True
     return decided | args.engine_settings
+
+
+def lacks_processor(folder: str) -> bool:
+    """Return whether a folder with a vision tower has no processor of images, as one that holds text training has."""
+    if not (Path(folder) / "config.json").is_file() or any(Path(folder).glob("*processor_config.json")):
+        return False
+    return bool(read_model_config(folder).get("vision_config"))
 
 
 def own_dtype(args: Namespace, asked: str | None) -> str | None:

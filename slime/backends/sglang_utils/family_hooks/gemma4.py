@@ -1,11 +1,10 @@
-"""Gemma 4 without a processor, or on a CPU: there SGLang 0.5.15 refuses torch's attention, which looks for the keys of
+"""Gemma 4 on a CPU: there SGLang 0.5.15 refuses torch's attention, which looks for the keys of
 windows in the other pool, pads widths of experts that a dense model lacks, and has no kernel for capped logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,18 +13,12 @@ _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBack
 
 
 def adjust(original: Callable[..., None], server_args: Any) -> None:
-    """Let the check of a Gemma 4's attention backend pass ``torch_native``; whoever asks for another gets it.
-
-    A folder without a processor, from which SGLang would not start, is served as the text model that it holds.
-    """
+    """Let the check of a Gemma 4's attention backend pass ``torch_native``; whoever asks for another gets it."""
     backend = server_args.attention_backend
     config = server_args.get_model_config().hf_config
     if not any(name.startswith("Gemma4") for name in config.architectures or ()):
         original(server_args)
         return
-    if server_args.enable_multimodal is None and not any(Path(server_args.model_path).glob("*processor_config.json")):
-        server_args.enable_multimodal = False
-        del server_args.model_config  # was made with the other value
     server_args.attention_backend = "triton" if backend == "torch_native" else backend
     try:
         original(server_args)

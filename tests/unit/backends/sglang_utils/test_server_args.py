@@ -118,3 +118,12 @@ def test_an_extension_decides_settings_that_no_flag_changes():
     args = flags(engine_settings={"enable_lora": True, "max_lora_rank": 8}, sglang_max_lora_rank=1)
     built = build(args)
     assert (built["enable_lora"], built["max_lora_rank"]) == (True, 8)
+
+
+@pytest.mark.parametrize("processor", [False, True])
+def test_a_folder_with_a_tower_and_no_processor_is_served_as_text(tmp_path, processor):
+    (tmp_path / "config.json").write_text('{"model_type": "mistral3", "vision_config": {"hidden_size": 8}}')
+    if processor:
+        (tmp_path / "preprocessor_config.json").write_text("{}")
+    built = build_server_args(flags(), PLACE, model_path=str(tmp_path), overrides={}, on_cpu=False)
+    assert built.get("enable_multimodal") is (None if processor else False)
