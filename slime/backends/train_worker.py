@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from slime.train_data.columns import RankBatch
     from slime.weights.push.engine import EngineProxy
     from slime.weights.push.participants import ExcludedEngine
-    from slime.weights.state_copy import StateCopy
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +38,6 @@ class TrainWorker(ABC):
     role: str
     rank: int
     world_size: int
-    state_copy: StateCopy | None = None
-    """The rank's state after a rollout (``--trainer-recovery memory``); where there is one before :meth:`init`, the
-    rank goes on from it instead of a checkpoint."""
 
     def set_rendezvous(
         self, world_size: int, rank: int, master_addr: str, master_port: int, local_rank: int = 0

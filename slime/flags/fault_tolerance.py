@@ -74,13 +74,6 @@ def derive_fault_tolerance(args: Namespace) -> None:
         args.check_for_nan_in_loss_and_grad = False  # megatron-core must not stop where the step is to be skipped
 
 
-def is_copy_due(args: Namespace, rollout_id: int) -> bool:
-    """Return True when the ranks of trainer and critic, which both have trained, copy their state."""
-    if args.state_copy_interval is None or rollout_id < args.num_critic_only_steps:
-        return False
-    return bool((rollout_id + 1) % args.state_copy_interval == 0)
-
-
 def checkpoints_to_go_back(on_nan: Sequence[str]) -> int:
     """Return N of ``--on-nan rollback N``; 0 where nothing is rolled back."""
     return int(on_nan[1]) if on_nan[0] == "rollback" else 0

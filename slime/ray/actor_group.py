@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MEGATRON = "slime.backends.megatron_utils.actor:MegatronTrainRayActor"
-"""The worker of a rank unless another is given."""
 HEARTBEAT_EVERY_S = 2.0
 """How often the driver asks the ranks that it waits for how far they are."""
 
@@ -83,6 +81,8 @@ class RayTrainGroup:
 
     rank_class: type[TrainRayActor] = TrainRayActor
     """Gives a worker its verbs as a Ray actor."""
+    worker = "slime.backends.megatron_utils.actor:MegatronTrainRayActor"
+    """The worker of a rank unless another is given."""
     leaves_between_steps = False
     """The ranks end after each step, and a push has the engines take the memory that they leave."""
 
@@ -107,7 +107,7 @@ class RayTrainGroup:
         self.world_size = num_nodes * num_gpus_per_node
         self.names = [f"{role} rank {rank}" for rank in range(self.world_size)]
         """The names of the ranks in messages."""
-        self.gpus, self._num_gpus_per_actor, self._worker = pg, num_gpus_per_actor, actor_cls or MEGATRON
+        self.gpus, self._num_gpus_per_actor, self._worker = pg, num_gpus_per_actor, actor_cls or self.worker
         self.parts = parts
         self.checkpoints: JobCheckpoints = JobCheckpoints(args.save) if leader is None else leader.checkpoints
         self.push = WeightPush(self)

@@ -119,6 +119,7 @@ def start_worker(
     port: int,
     *,
     role: str = "actor",
+    kind: Any = None,
     state_copy: Any = None,
     **options: Any,
 ) -> Any:
@@ -128,10 +129,10 @@ def start_worker(
 
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
     from slime.compose import parts
-    from slime.ray.parts import load_all
     from slime.observability.timer import Timer
+    from slime.ray.parts import load_all
 
-    class Worker(MegatronTrainRayActor):
+    class Worker(kind or MegatronTrainRayActor):
         def join_process_group(self, args: Namespace) -> None:
             if not dist.is_initialized():
                 super().join_process_group(args)
@@ -142,7 +143,8 @@ def start_worker(
         Timer().end("train_wait")
     worker = Worker()
     worker.set_rendezvous(world_size, rank, "127.0.0.1", port)
-    worker.state_copy = state_copy
+    if state_copy is not None:
+        worker.state_copy = state_copy
     chosen = parts(args)
     transport = chosen.transport and chosen.transport.load()
     options |= {"transforms": load_all(chosen.transforms), "transport": transport} if role == "actor" else {}

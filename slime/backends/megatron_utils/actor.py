@@ -12,7 +12,6 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups, sleep
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
-from slime.backends.megatron_utils.checkpoints.memory_copy import copy_state, restore_state
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
 from slime.backends.megatron_utils.model import setup_model_and_optimizer
@@ -25,7 +24,6 @@ from slime.backends.megatron_utils.update_weight.transport import MakeTransport
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
 from slime.backends.train_worker import TrainWorker
 from slime.flags.checkpoint import version_before
-from slime.flags.fault_tolerance import is_copy_due
 from slime.observability import telemetry
 from slime.observability.telemetry import Timer, span
 from slime.observability.text_log import configure_logger
@@ -68,15 +66,14 @@ class MegatronTrainRayActor(TrainWorker):
         self._hf_config = read_model_config(args.hf_checkpoint or "")
         with span("init"):
             self.model, self.optimizer, self.scheduler = setup_model_and_optimizer(args, role, transforms)
-            parts = self.model, self.optimizer, self.scheduler
-            copy = self.state_copy
-            iteration = restore_state(copy, *parts) if copy is not None else checkpoint.load_checkpoint(args, *parts)
+            iteration = self.load_state()
             self._offloaded = sleep.OffloadedState(self.model, self.optimizer) if sleeps else None
             self.weights = ModelSwitch(self.model, role)
             self._policies = Policies(args, self.model, self.weights)
             if role == "actor":
-                is_resumed = self.state_copy is not None
-                self._policies.load(with_ref=with_ref, with_teacher=with_opd_teacher, is_resumed=is_resumed)
+                self._policies.load(
+                    with_ref=with_ref, with_teacher=with_opd_teacher, is_from_load=self.loads_checkpoint
+                )
         self._reports = TrainReports(args, role, world_size=self.world_size)
         self.training = RolloutTraining(
             args,
@@ -107,6 +104,18 @@ class MegatronTrainRayActor(TrainWorker):
             make_transport=transport,
         )
         return self._start_rollout_id
+
+    @property
+    def loads_checkpoint(self) -> bool:
+        """Return True where :meth:`load_state` reads ``--load``."""
+        return True
+
+    def load_state(self) -> int:
+        """Give the model, as it was built, the state that training continues from; return the rollout before."""
+        return checkpoint.load_checkpoint(self.args, self.model, self.optimizer, self.scheduler)
+
+    def end_training(self, rollout_id: int) -> None:
+        """Do what follows all optimizer steps of a rollout; the model is awake."""
 
     def get_parallel_config(self) -> dict[str, int]:
         """Return the sizes by which the rollout manager splits the data."""
@@ -179,9 +188,7 @@ class MegatronTrainRayActor(TrainWorker):
                 self.training.begin(data, iterators)
             outcome: Any = self.training.train(rollout_id, data, iterators, external_data or {})
             self._updater.record_weights_changed()
-        if is_copy_due(args, rollout_id):
-            with span("copy_state"):
-                self.state_copy = copy_state(rollout_id, self.model, self.optimizer, self.scheduler, self.state_copy)
+        self.end_training(rollout_id)
         metrics = self._reports.performance(rollout_id, data, iterators[0])
         self._last_rollout_id = rollout_id
         del data, iterators  # memory freed later, while the trainer sleeps, would stay in the allocator's cache

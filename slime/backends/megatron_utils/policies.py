@@ -40,12 +40,12 @@ class Policies:
     def __init__(self, args: Namespace, model: list[torch.nn.Module], weights: ModelSwitch) -> None:
         self._args, self._model, self._weights = args, model, weights
 
-    def load(self, *, with_ref: bool, with_teacher: bool, is_resumed: bool) -> None:
+    def load(self, *, with_ref: bool, with_teacher: bool, is_from_load: bool) -> None:
         """Load the frozen policies; the model holds the actor afterwards, as before.
 
         Args:
             with_teacher: the teachers of distillation are in this process.
-            is_resumed: the actor was restored from a copy in memory, not from ``--load``.
+            is_from_load: the actor has the weights of ``--load``.
         """
         args, weights = self._args, self._weights
         teachers = trainer_teachers(args) if with_teacher else {}
@@ -58,7 +58,7 @@ class Policies:
         others = {}
         if with_ref and added_parameters(self._model) is not None:
             weights.copy_silenced("actor", "ref")
-        elif with_ref and not is_resumed and is_read_once:
+        elif with_ref and is_from_load and is_read_once:
             weights.copy("actor", "ref")
         elif with_ref:
             others["ref"] = ("ref_load", args.ref_load, args.ref_ckpt_step)

@@ -24,6 +24,7 @@ class CopiedTrainGroup(RayTrainGroup):
     """A trainer that starts again from its copies where they are whole; its critic is copied with it."""
 
     rank_class = CopiedRank
+    worker = "slime.ext.recovery.copying_worker:CopyingTrainRayActor"
 
     def __init__(self, args: Namespace, *arguments: Any, **keywords: Any) -> None:
         super().__init__(args, *arguments, **keywords)

@@ -19,7 +19,7 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import ray
@@ -27,14 +27,10 @@ import torch
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slime.flags.fault_tolerance import is_copy_due
+from slime.ext.recovery.state_copy import StateCopy, is_copy_due
 from slime.ray.waiting import wait_for
 from slime.utils.errors import DataError, DeadlineError, EngineDiedError
 from slime.weights.file_digests import digest_of
-from slime.weights.state_copy import StateCopy
-
-if TYPE_CHECKING:
-    from slime.backends.train_worker import TrainWorker
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +103,8 @@ Keeper: Any = ray.remote(num_cpus=0, num_gpus=0, max_concurrency=KEEPER_CALLS)(_
 class CopyingRank:
     """Mixin of a trainer's rank: its way to and from keepers."""
 
-    worker: TrainWorker
+    worker: Any
+    """A ``CopyingTrainRayActor``."""
 
     def node_id(self) -> str:
         """Return Ray's name of the node."""

@@ -13,9 +13,9 @@ import torch
 
 from slime.ext.recovery import memory_checkpoints
 from slime.ext.recovery.memory_checkpoints import COPY_GROUP, CopyingRank, MemoryCheckpoints
+from slime.ext.recovery.state_copy import StateCopy
 from slime.ray.waiting import wait_for
 from slime.utils.errors import DataError, EngineDiedError
-from slime.weights.state_copy import StateCopy
 
 pytestmark = pytest.mark.dist
 

@@ -36,7 +36,7 @@ def test_a_part_of_a_broken_module_raises_the_error_of_the_module(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="not_installed"):
         Part("some_package.broken:Sink").load()
-    named = [*SINKS.values(), *TRANSFORMS.values(), actor_group.MEGATRON]
+    named = [*SINKS.values(), *TRANSFORMS.values(), actor_group.RayTrainGroup.worker]
     assert all(name.count(":") == 1 for name in named)
 
 

@@ -27,7 +27,7 @@ PARTS = {
 def copy_and_go_on(folder: str) -> None:
     import torch
 
-    from slime.backends.megatron_utils.checkpoints.memory_copy import copy_state, restore_state
+    from slime.ext.recovery.memory_copy import copy_state, restore_state
     from tests.dist.checkpoint_case import build, parse, take_step
 
     def numbers(parts: Any) -> dict[str, Any]:
@@ -79,15 +79,16 @@ def train_die_and_go_on(rank: int, world_size: int, port: int, hf: str, save: st
     import torch.distributed as dist
 
     from slime.backends.megatron_utils.checkpoints.optimizer_state import own_tensors
+    from slime.ext.recovery.copying_worker import CopyingTrainRayActor
+    from slime.ext.recovery.state_copy import StateCopy
     from slime.flags.parse import args_to_resume
-    from slime.weights.state_copy import StateCopy
 
     weights = Path(hf) / "model.safetensors"
     for name, layout in {"DP2": (), "TP2": ("--tensor-model-parallel-size", "2")}.items():
         flags = ("--actor-num-gpus-per-node", world_size, *layout, "--save", f"{save}/{name}", "--save-interval", 100)
         args = make_args(Path(hf), *flags)
         args.state_copy_interval = 2
-        worker = start_worker(args, rank, world_size, port)
+        worker = start_worker(args, rank, world_size, port, kind=CopyingTrainRayActor)
         parallel = worker.get_parallel_config()
         data = cut(args, make_train_data(), parallel)[parallel["dp_rank"]]
         worker.train(0, data)
@@ -104,7 +105,7 @@ def train_die_and_go_on(rank: int, world_size: int, port: int, hf: str, save: st
             weights.rename(weights.with_suffix(".away"))
         dist.barrier()
         resumed = args_to_resume(args, weight_version=0, checkpoint=None, copied=1)
-        again = start_worker(resumed, rank, world_size, port, state_copy=copy)
+        again = start_worker(resumed, rank, world_size, port, kind=CopyingTrainRayActor, state_copy=copy)
         assert again._start_rollout_id == 2
         again.train(2, data)
         assert all(tensor.equal(trained[name]) for name, tensor in own_tensors(again.optimizer).items())

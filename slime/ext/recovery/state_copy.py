@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -66,3 +67,10 @@ class StateCopy:
 
 def _view(data: Tensor, place: _Place) -> Tensor:
     return data[place.begin : place.begin + place.num_bytes].view(place.dtype).view(place.shape)
+
+
+def is_copy_due(args: Namespace, rollout_id: int) -> bool:
+    """Return True when the ranks of trainer and critic, which both have trained, copy their state."""
+    if args.state_copy_interval is None or rollout_id < args.num_critic_only_steps:
+        return False
+    return bool((rollout_id + 1) % args.state_copy_interval == 0)

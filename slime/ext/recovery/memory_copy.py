@@ -15,6 +15,10 @@ import time
 from typing import Any
 
 import torch
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
 from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.checkpoints.optimizer_state import (
@@ -30,8 +34,8 @@ from slime.backends.megatron_utils.checkpoints.resumed_state import (
     set_generators,
 )
 from slime.backends.megatron_utils.model_transform import added_parameters
+from slime.ext.recovery.state_copy import StateCopy
 from slime.utils.errors import CheckpointError
-from slime.weights.state_copy import StateCopy
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +92,7 @@ def restore_state(copy: StateCopy, model: list[torch.nn.Module], optimizer: Any,
     for name, tensor in live.items():
         tensor.copy_(saved[name])
     take_over_own(optimizer, values["optimizer"])
+    wrapped: Any
     for wrapped in model:
         wrapped.start_param_sync(force_sync=True)
     load_schedule(values, scheduler)
