@@ -169,6 +169,15 @@ def test_files_that_are_something_else_or_cut(tmp_path, content, expected):
     assert str(path) in text and expected in text, text
 
 
+def test_a_line_without_an_end_is_not_read_into_memory(tmp_path, monkeypatch):
+    from slime.rollout import prompt_files
+
+    monkeypatch.setattr(prompt_files, "MAX_LINE_BYTES", 1000)
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(GOOD + b" " * 5000)
+    assert "line 2 has more than 1000 bytes" in refusal(check, path)
+
+
 # ------------------------------------------------------------------------------------------ parquet
 
 

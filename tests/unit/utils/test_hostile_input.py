@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
-from slime.rollout.prompt_dataset import check_prompt_file
+from slime.rollout.prompts import check_prompt_file
 from slime.utils import env
 from slime.utils.errors import ConfigError, DataError, SlimeError
 from slime.utils.sglang_meta import problem_with_answer

@@ -136,6 +136,36 @@ def test_a_request_that_ends_well_is_not_called_failed() -> None:
     assert not prefill.told and not halves._alone
 
 
+def test_an_abort_tells_of_requests_that_wait_and_lets_transfers_end() -> None:
+    prefill = Prefill()
+    waiting, moving = ({"disagg_kv_sender": prefill.own_half_comes(room)} for room in (ROOM, 8))
+    for room in (ROOM, 8):
+        prefill.decode_half_comes(room)
+    scheduler = SimpleNamespace(
+        disaggregation_mode=SimpleNamespace(value="prefill"),
+        waiting_queue=[SimpleNamespace(**waiting), SimpleNamespace(disagg_kv_sender=None)],
+        disagg_prefill_inflight_queue=[SimpleNamespace(**moving)],
+    )
+    in_flight = scheduler.disagg_prefill_inflight_queue
+    senders = {id(waiting["disagg_kv_sender"])}
+
+    def original(scheduler: Any, request: Any) -> None:
+        scheduler.waiting_queue.clear()
+        for req in scheduler.disagg_prefill_inflight_queue:
+            req.disagg_kv_sender.abort()
+
+    def hooked_abort(sender: CommonKVSender) -> None:
+        assert id(sender) in senders
+        CommonKVSender.abort(sender)
+        halves.end_sender(None, sender)
+
+    waiting["disagg_kv_sender"].abort = lambda: hooked_abort(waiting["disagg_kv_sender"])
+    halves.abort_in_scheduler(original, scheduler, None)
+    assert prefill.told == [(ROOM, KVPoll.Failed)]
+    assert scheduler.disagg_prefill_inflight_queue is in_flight
+    assert prefill.check_status(8) == KVPoll.WaitingForInput
+
+
 def test_two_threads_at_one_socket_lose_and_mix_no_message() -> None:
     """Unguarded, the thread of transfers and the one that acknowledges aborts garble a tenth of their messages."""
     count = 3000

@@ -8,6 +8,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -140,6 +141,22 @@ def test_a_cancelled_grading_takes_no_thread_from_those_that_follow():
 
     assert asyncio.run(main()) == 1
     release.set()
+
+
+def test_work_that_a_grader_cancels_is_a_failure_and_not_the_end_of_its_caller():
+    threads = GraderThreads(num_threads=1)
+
+    def cancels() -> None:
+        work: Future[None] = Future()
+        work.cancel()
+        work.result()
+
+    async def main() -> int:
+        with pytest.raises(GraderError, match="was cancelled"):
+            await threads.run(cancels, timeout_s=5.0)
+        return await threads.run(lambda: 1, timeout_s=5.0)
+
+    assert asyncio.run(main()) == 1
 
 
 def test_a_built_in_grader_that_fails_or_hangs_gives_zero(monkeypatch):
