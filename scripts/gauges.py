@@ -271,6 +271,10 @@ def job_gauges(names: Sequence[str], more: Sequence[str], *, lists: bool) -> Ite
     for name, job in jobs.items():
         yield f"{name}: imported by all processes", size(job.modules)
         yield f"{name}: imported by the driver", size(job.driver)
+        if lists:
+            largest = sorted(job.driver, key=lambda path: -num_lines([path]))
+            rows = (f"{num_lines([path]):4} {path.relative_to(REPO)}" for path in largest)
+            yield f"{name}: by the driver", "\n  ".join(["", *rows])
         if all(len(job.windows[step]) > 1 for step in ("generate", "train", "push_weights")):
             sample, push = job.files_in("generate", "train"), job.files_in("push_weights")
             yield f"{name}: files entered by a rollout and its step", str(len(sample))
@@ -289,7 +293,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="*", default=[], metavar="NAME", help="golden jobs to run and record")
     parser.add_argument("--flags", default="", help="more flags for these jobs, in one word")
-    parser.add_argument("--list", action="store_true", help="name the files that a rollout and a push enter")
+    parser.add_argument(
+        "--list", action="store_true", help="name the files that the driver imports, and a rollout and a push enter"
+    )
     parser.add_argument("--since", metavar="COMMIT", help="commit subjects from here on are read, too")
     options = parser.parse_args()
     for name, value in source_gauges(options.since):

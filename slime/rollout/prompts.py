@@ -27,7 +27,6 @@ from slime.rollout.prompt_files import (
 )
 from slime.utils.chat_template import apply_chat_template
 from slime.utils.errors import DataError
-from slime.utils.processing_utils import image_sources, open_image
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -303,6 +302,8 @@ def _check_images(prompt: list[dict[str, Any]], where: str) -> None:
     Raises:
         DataError: one of them cannot be used; it names the row.
     """
+    from slime.utils.processing_utils import image_sources, open_image
+
     try:
         for source in image_sources(prompt):
             if not str(source)[:8].lower().startswith(("http://", "https://")):

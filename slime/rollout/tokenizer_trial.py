@@ -21,7 +21,6 @@ from slime.rollout.prompts import RENDER_TIMEOUT_S, Row, TemplateCheck, map_with
 from slime.utils import env
 from slime.utils.chat_template import MAX_RENDERED_CHARS, check_rendered, check_roles, refused
 from slime.utils.errors import ConfigError, DataError
-from slime.utils.processing_utils import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +102,8 @@ class TokenizerTrial:
     def _render_here(self) -> None:
         """Render the rows in this process: the tokenizer is one that needs torch, or cannot be loaded here either."""
         if self._rows:
+            from slime.utils.processing_utils import load_tokenizer
+
             tokenizer = load_tokenizer(self.folder, trust_remote_code=self._trusts_code)
             rows = ((where, (messages, kwargs)) for where, messages, kwargs in self._rows)
             map_with_deadline(lambda where, row: render(tokenizer, row[0], where=where, **row[1]), rows)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from slime.backends.megatron_utils.flags.check_arguments import RULES as TRAINER
+from slime.backends.sglang_utils.arguments import RULES as ENGINES
 from slime.compose import flag_groups, parse_flags
 from slime.flags.historical import HISTORICAL, NOT_YET
 from slime.flags.hooks import HOOKS
@@ -70,6 +72,12 @@ def test_every_flag_has_a_reader_or_is_refused_or_says_that_it_does_nothing():
 
 def test_no_table_names_a_flag_that_does_not_exist():
     assert {*NOT_YET, *HISTORICAL, *READ_BY_A_COMPUTED_NAME} - set(slime_flags()) == set()
+
+
+def test_rules_between_flags_name_flags_that_exist():
+    rules = [rule for group in (*flag_groups(), ENGINES, TRAINER) for rule in (*group.needs, *group.excludes)]
+    names = {one.partition("=")[0] for first, others, _ in rules for one in (first, *others.split())}
+    assert names - vars(parse_flags([])).keys() == set()
 
 
 def test_every_path_flag_is_a_row_of_the_hook_table():

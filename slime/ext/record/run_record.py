@@ -23,7 +23,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -36,7 +36,9 @@ from slime.observability.telemetry import Sink
 from slime.utils import env
 from slime.utils.files import replace_file
 from slime.utils.redaction import redacted, redacted_words
-from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
