@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -263,3 +263,18 @@ def _top_p_columns(samples: Sequence[Sample], rollout_top_p: float) -> dict[str,
         ids.append(token_ids)
         offsets.append(token_offsets)
     return {"rollout_top_p_token_ids": ids, "rollout_top_p_token_offsets": offsets}
+
+
+def teacher_name(sample: Sample, *, key: str | None, teachers: Collection[str]) -> str:
+    """Return the name of the sample's teacher: its data set's, or the entry ``key`` of its metadata.
+
+    Raises:
+        DataError: it names none of ``teachers``.
+    """
+    name = source_name(sample) if key is None else (sample.metadata or {}).get(key)
+    if name not in teachers:
+        where = "its data set" if key is None else f"metadata[{key!r}], by --opd-teacher-key,"
+        raise DataError(
+            f"The teacher of sample {sample.index}: {where} is {name!r}; --opd-teachers has {', '.join(teachers)}."
+        )
+    return str(name)

@@ -35,6 +35,7 @@ FACADES = (
     "slime.ray.placement_group",
     "slime.rollout.agent_session",
     "slime.rollout.multi_turn",
+    "slime.rollout.on_policy_distillation",
     "slime.rollout.verifiers_env",
     "slime.agent.aiohttp_threaded",
     "slime.agent.parsing",

@@ -36,7 +36,7 @@ UNTIMED = {
     "slime.ext.fast_push.channel.WeightChannel.wait: work.wait": "called when the broadcast is done",
     "slime.ext.recovery.supervisor._run: child.wait": "for a driver, as long as it runs",
     "slime.ext.ledger.segments.JournalWriter._serve: self._wake.wait": "a daemon thread; put and close wake it",
-    "slime.rollout.on_policy_distillation.reward_func: asyncio.gather": "every request has REQUEST_TIMEOUT_S",
+    "slime.ext.distill.engine_teacher.reward_func: asyncio.gather": "every request has REQUEST_TIMEOUT_S",
     "slime.rollout.rm_hub.batched_async_rm: asyncio.gather": "every grading has --rm-timeout-s",
     "slime.rollout.control_client.engine_versions: asyncio.gather": "every request has CONTROL_TIMEOUT_S",
     "slime_plugins.rollout_buffer.generator.base_generator.Worker.run: asyncio.gather": "every post is timed",

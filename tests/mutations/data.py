@@ -134,17 +134,17 @@ DATA = (
     ),
     Mutation(
         bug="teacher scored at temperature 0",
-        target="slime.rollout.on_policy_distillation:reward_func",
+        target="slime.ext.distill.engine_teacher:reward_func",
         old='"temperature": args.rollout_temperature',
         new='"temperature": 0.0',
-        tests=(f"{ROLLOUT}test_on_policy_distillation.py::test_the_teacher_reads_the_whole_sample_and_draws_nothing",),
+        tests=("tests/ext/distill/test_engine_teacher.py::test_the_teacher_reads_the_whole_sample_and_draws_nothing",),
     ),
     Mutation(
         bug="the teacher's log-probs shifted by one token",
-        target="slime.rollout.on_policy_distillation:teacher_log_probs",
+        target="slime.ext.distill.engine_teacher:teacher_log_probs",
         old="return [float(entry[0]) for entry in tail]",
         new="return [0.0, *(float(entry[0]) for entry in tail)][: len(tail)]",
-        tests=(f"{ROLLOUT}test_on_policy_distillation.py::test_the_log_probs_of_the_response_become_the_teachers",),
+        tests=("tests/ext/distill/test_engine_teacher.py::test_the_log_probs_of_the_response_become_the_teachers",),
     ),
     Mutation(
         bug="weight version off by one: staleness counted too low",

@@ -1,1 +1,1 @@
-"""A server of the log-probs of a teacher that Megatron holds."""
+"""Teachers behind a server: what the rollout asks them, and a server of the log-probs of one that Megatron holds."""

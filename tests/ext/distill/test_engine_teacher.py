@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from slime.ext.distill.engine_teacher import post_process_rewards, reward_func
 from slime.rollout import control_client
-from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
 from slime.rollout.rm_hub import async_rm
 from slime.utils.async_utils import run
 from slime.utils.errors import DataError, GraderError
