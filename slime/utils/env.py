@@ -240,6 +240,7 @@ def agent_setting(name: str) -> str | None:
     """Return ``SLIME_AGENT_<name>``, or its older spelling, for sandboxes and harnesses of slime.agent.
 
     Names: NODE_TARBALL, CC_TARBALL, CC_EXTRA_ARGS, CC_EXTRA_ENVS, CODEX_TARBALL, CODEX_EXTRA_ARGS, CODEX_EXTRA_ENVS,
-    SANDBOX_IMAGE_METADATA_KEY, SANDBOX_LIFETIME_SEC, SANDBOX_RPC_RETRIES, E2B_SANDBOX_SIZE.
+    SANDBOX_IMAGE_METADATA_KEY, SANDBOX_LIFETIME_SEC, SANDBOX_RPC_RETRIES, E2B_SANDBOX_SIZE,
+    VERIFIERS_PYTHON.
     """
     return get_str(f"SLIME_AGENT_{name}") or get_str(_AGENT_ALIASES.get(name, f"SLIME_AGENT_{name}"))

@@ -10,6 +10,7 @@ from tests.contracts.waits import rollout_side_files, waits_in, waits_of
 
 UNTIMED = {
     "slime.agent.sandbox.runner._relay: asyncio.gather": "the sandbox's end cancels it",
+    "slime.ext.agent.taskset_worker.Worker.serve: asyncio.Event().wait": "until main() cancels it, at the input's end",
     "slime.ext.mcp.server.Session._hold: self._leaving.wait": "a session lasts until close() sets it",
     "slime.utils.aiohttp_threaded.run_app_in_thread.serve: finished.wait": "a server serves until stop() sets it",
     "slime.observability.trace_utils.trace_span.__enter__: _open_spans.get": "a ContextVar, no queue",

@@ -60,9 +60,17 @@ async def generate(
             raise EnvironmentFailure(f"{path}: {type(error).__name__}: {error}{cause}") from error
 
     played = await play(args, sample, sampling_params, agent, evaluation=evaluation)
+    is_cut = bool(ended.get("is_truncated")) or ended.get("error") is not None
+    return await rewarded(args, played, ended, is_cut=is_cut)
+
+
+async def rewarded(
+    args: Namespace, played: Sample | list[Sample], ended: Mapping[str, Any], *, is_cut: bool
+) -> Sample | list[Sample]:
+    """Give the samples of a session the ``reward`` and the ``metrics`` of its end, unless a grader is named."""
     for one in played if isinstance(played, list) else ():
-        is_cut = one.metadata["truncated"] or ended.get("is_truncated") or ended.get("error") is not None
-        one.status = Sample.Status.TRUNCATED if is_cut else Sample.Status.COMPLETED
+        is_whole = not (one.metadata["truncated"] or is_cut)
+        one.status = Sample.Status.COMPLETED if is_whole else Sample.Status.TRUNCATED
         one.metadata |= {"round_number": one.metadata["num_turns"], "metrics": ended.get("metrics")}
         one.reward = None  # unless no grader is named
         await set_reward(reward_config(args), one, float(ended["reward"]), None)
