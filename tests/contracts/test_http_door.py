@@ -291,3 +291,18 @@ def test_a_client_that_does_not_finish_its_request_is_sent_away(begins, tmp_path
             _, method, path, body, status = DOORS[name]
             url = f"http://127.0.0.1:{port}{path}"
             assert requests.request(method, url, json=body, timeout=30).status_code == status
+
+
+def test_a_page_keeps_few_threads_for_silent_clients_and_serves_when_they_are_gone(monkeypatch):
+    monkeypatch.setattr(http_door, "REQUEST_S", 1.0)
+    with metrics() as port, ExitStack() as stack:
+        before = threading.active_count()
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+            for _ in range(http_door.MAX_CLIENTS * 3)
+        ]
+        for client in silent:
+            client.settimeout(30)
+            assert client.recv(1) == b""
+            assert threading.active_count() <= before + http_door.MAX_CLIENTS
+        assert raw(port, "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n") == 200

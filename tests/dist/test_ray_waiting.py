@@ -63,6 +63,14 @@ class _Rank(_Worker):
 Rank = ray.remote(num_cpus=0, concurrency_groups={WATCH_GROUP: 1, "pulse": 1})(_Rank)
 
 
+def test_the_first_failure_ends_the_wait_with_its_own_error():
+    slow, broken = Worker.remote(), Worker.remote()
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="the layer count is 3"):
+        wait_for([slow.echo.remote(1, 300), broken.fail.remote()], what="both", timeout_s=290)
+    assert time.monotonic() - start < 200
+
+
 def test_the_death_of_a_watched_actor_ends_a_wait_for_another_one():
     victim, other = Worker.remote(), Worker.remote()
     pid = wait_for(victim.pid.remote(), what="the pid", timeout_s=300)
@@ -84,6 +92,28 @@ def test_a_call_that_fails_before_the_sentinel_of_its_actor_names_the_actor():
         wait_for(call, what="the echo", timeout_s=200)
 
 
+def test_what_fails_to_start_beside_a_wait_ends_the_wait_and_what_starts_does_not():
+    worker, other = Worker.remote(), Worker.remote()
+    waiting.watch_start(worker.echo.remote(1), "the first engine to start")
+    waiting.watch_start(worker.fail.remote(), "the second engine to start")
+    with pytest.raises(ValueError, match="the layer count is 3"):
+        wait_for(other.echo.remote(1, 300), what="the other", timeout_s=200)
+    assert waiting._starting == {}
+
+
+def test_what_a_forgotten_actor_had_to_start_ends_no_wait():
+    dead, other = Worker.remote(), Worker.remote()
+    watch(dead, "the manager")
+    waiting.watch_start(dead.echo.remote(1, 300), "the engines to start")
+    waiting.watch_start(started := other.echo.remote(2), "another engine to start")
+    ray.kill(dead)
+    with pytest.raises(EngineDiedError, match="the manager died"):
+        wait_for(other.echo.remote(1, 300), what="the other", timeout_s=200)
+    waiting.forget("the manager")
+    assert not waiting._starting.keys() - {started}
+    assert wait_for(Worker.remote().echo.remote(3), what="the one in its place", timeout_s=200) == 3
+
+
 def test_a_passed_deadline_names_the_actor_that_did_not_answer():
     silent, other = Worker.remote(), Worker.remote()
     waiting.name_actor(silent, "the actor of engine 3")
@@ -94,6 +124,13 @@ def test_a_passed_deadline_names_the_actor_that_did_not_answer():
 def test_too_few_gpus_is_an_error_that_says_what_to_change():
     with pytest.raises(ConfigError, match=r"needs 5 GPUs and 6 CPUs; the Ray cluster has 2 GPUs.*--rollout-num-gpus"):
         gpus._reserve(5, timeout_s=1)
+
+
+def test_reserved_gpus_come_sorted_with_their_physical_indices():
+    reserved, nodes = gpus._reserve(2, timeout_s=300)
+    assert reserved.gpu_ids == [0, 1] and len(set(nodes)) == 1
+    assert sorted(reserved.bundle_indices) == [0, 1]
+    ray.util.remove_placement_group(reserved.placement_group)
 
 
 def ranks_that_answered(hang_timeout_s):

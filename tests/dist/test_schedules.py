@@ -98,6 +98,14 @@ def test_with_reset_moments_a_rollout_starts_like_a_fresh_optimizer(follow: Foll
         assert distance(stateless["weights"][rollout], reset["weights"][rollout], start) < 1e-4
 
 
+def test_stateless_adam_keeps_no_byte(follow: Follow) -> None:
+    (stateless,) = follow(1, "--use-stateless-adam", *LARGE_EPS)
+    (plain,) = follow(1, *LARGE_EPS)
+    parameters = sum(tensor.numel() for tensor in plain["weights"][0].values())
+    assert stateless["state_bytes"] == 0
+    assert plain["state_bytes"] >= 2 * 4 * parameters
+
+
 FROZEN = {
     ("--only-train-params-name-list", "linear_fc1", "final_layernorm"): lambda name: (
         "linear_fc1" not in name and "final_layernorm" not in name
@@ -118,6 +126,17 @@ def test_frozen_parameters_keep_every_bit_and_all_others_move(
         frozen = {name for name in first if torch.equal(first[name], last[name])}
         assert frozen == {name for name in first if FROZEN[flags](name)}
         assert 0 < len(frozen) < len(first)
+
+
+def test_a_tied_embedding_that_is_frozen_does_not_hold_up_pipeline_stages(tmp_path: Path) -> None:
+    write_model(tmp_path, num_hidden_layers=4, tie_word_embeddings=True)
+    flags = ("--pipeline-model-parallel-size", 2, "--freeze-params-name-list", "embedding", *LARGE_EPS)
+    with RankPool() as pool:
+        ranks = pool.run(schedule_case.follow, 2, str(tmp_path), flags, 1, timeout_s=300)
+    for rank in ranks:
+        first, last = rank["weights"][0], rank["weights"][-1]
+        is_tied = [name for name in first if "word_embeddings" in name or "output_layer" in name]
+        assert {name for name in first if torch.equal(first[name], last[name])} == {*is_tied}
 
 
 @pytest.mark.parametrize(

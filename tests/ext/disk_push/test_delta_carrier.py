@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from slime.ext.disk_push import disk
 from slime.ext.disk_push.delta_carrier import DeltaCarrier
 from slime.ext.disk_push.disk import DiskOptions
 from slime.ext.disk_push.versions import read_version, version_folder
@@ -37,3 +38,9 @@ def push_versions(root: Path, *, keeps_files: bool) -> list[bool]:
 
 def test_only_the_first_version_is_whole_where_the_model_cannot_be_its_base(tmp_path) -> None:
     assert push_versions(tmp_path, keeps_files=False) == [True, False]
+
+
+def test_old_versions_that_cannot_be_removed_do_not_end_a_push(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(disk, "prune_before", lambda root, number: (tmp_path / "model").rmdir())
+    assert push_versions(tmp_path, keeps_files=False) == [True, False]
+    assert "could not be removed: [Errno 39]" in caplog.text

@@ -259,3 +259,21 @@ def test_unfinished_versions_are_invisible_and_go_with_the_first_push(pusher):
     (pusher.root / "notes.txt").write_text("somebody's")
     remove_all(pusher.root)
     assert [path.name for path in pusher.root.iterdir()] == ["notes.txt"]
+
+
+def test_a_version_goes_though_a_reader_keeps_files_of_its_namesake_open(pusher, monkeypatch):
+    """A network file system keeps such a file under another name, so that its folder cannot be removed."""
+    remove = versions.shutil.rmtree
+
+    def rmtree(path, **options):
+        is_there = Path(path).exists()
+        remove(path, **options)
+        if is_there:
+            Path(path).mkdir()
+            (Path(path) / ".nfs0001").touch()
+
+    monkeypatch.setattr(versions.shutil, "rmtree", rmtree)
+    for _ in range(2):
+        pusher.number = 0
+        remove_version(pusher.push(commit=False))
+    assert versions.list_folders(pusher.root) == []

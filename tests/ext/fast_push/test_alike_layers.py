@@ -160,3 +160,45 @@ def test_tensors_that_were_wrongly_left_out_fail_the_push_and_come_with_the_next
     for _ in range(2):
         assert push(load, values) == []
         assert_holds(load.model, values)
+
+
+def test_layers_with_other_shapes_are_of_another_kind():
+    values = tensors()
+    model = Layered()
+    model.layers[2].fused = parameter(4, 5)
+    for kind in "qk":
+        values[f"m.2.{kind}"] = torch.rand(2, 5)
+    trace = trace_by_layers(model, whole_buckets(values).tensors)
+    assert {name.split(".")[1] for name in model.seen if name != "norm"} == {"0", "2", "5"}
+    assert len(trace.writes) == NUM_LAYERS * 4 + 1 and not trace.failures
+
+
+def test_partners_and_what_is_derived_are_concluded_too():
+    class Joins(Layered):
+        def __init__(self):
+            super().__init__()
+            for layer in self.layers:
+                layer.register_buffer("beside", torch.zeros(4, 3))
+
+        def load_weights(self, weights):
+            waiting = {}
+            for name, tensor in weights:
+                if name.endswith((".q", ".k")):
+                    layer, kind = name.rsplit(".", 1)
+                    waiting.setdefault(layer, {})[kind] = tensor
+                    if len(waiting[layer]) == 2:
+                        own = self.layers[int(layer.split(".")[1])]
+                        own.fused.data.copy_(torch.cat([waiting[layer]["q"], waiting[layer]["k"]]))
+                        torch.add(own.fused, 1.0, out=own.beside)
+                else:
+                    super().load_weights([(name, tensor)])
+
+    model, entries = Joins(), whole_buckets(tensors()).tensors
+    trace, whole = trace_by_layers(model, entries), trace_load(model, entries)
+    assert told(trace) == told(whole)
+    assert (
+        set(trace.partners)
+        == set(whole.partners)
+        == {frozenset({f"m.{number}.q", f"m.{number}.k"}) for number in range(NUM_LAYERS)}
+    )
+    assert trace.derived_from == whole.derived_from and len(whole.derived_from) == NUM_LAYERS

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from slime.ext.fast_push.bucket_shares import BucketShare, EngineShares, deal
+from slime.ext.fast_push.bucket_shares import JOIN_BYTES, BucketShare, EngineShares, deal
 from slime.weights.digest import combine, digest_bytes
 from tests.loaded_model.buckets import whole_buckets
 
@@ -41,3 +42,17 @@ def test_ranks_that_received_other_bytes_of_what_both_hold_are_told() -> None:
     other[MANIFEST.buckets[0].slices[4].offset] ^= 1
     texts, problems = merged(told(0), told(1, other))
     assert problems == ["rank 1 has received other bytes of t4 than the ranks before it"]
+
+
+def test_slices_far_apart_are_copied_apart() -> None:
+    segments = [(0, 100), (256, 100), (JOIN_BYTES + 512, 8), (1 << 30, 8)]
+    share = BucketShare(np.array([0, 1, 2, 3]), segments, torch.device("cpu"))
+    assert share.ranges == [(0, 356), (JOIN_BYTES + 512, JOIN_BYTES + 520), (1 << 30, (1 << 30) + 8)]
+
+
+def test_shares_stay_until_a_rank_takes_something_else() -> None:
+    shares = EngineShares(MANIFEST)
+    shares.begin()
+    shares.deal(TAKEN)
+    shares.deal([None, [bytes([0, 1, 1, 1, 0])]])
+    assert [shares.positions(rank, 0).tolist() for rank in (0, 1)] == [[0, 4], [1, 2, 3]]

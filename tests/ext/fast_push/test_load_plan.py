@@ -68,6 +68,17 @@ def test_what_an_engine_keeps_does_not_count_as_unwritten_and_is_left_alone():
     assert torch.equal(model.o, before["o"]) and not torch.equal(model.qkv, before["qkv"])
 
 
+def test_a_loader_may_write_a_tensor_to_the_same_place_twice():
+    class Tied(Fused):
+        def load(self, name, tensor):
+            super().load(name, tensor)
+            if name == "embed":
+                super().load(name, tensor)  # as the head, which is the embedding
+
+    plan = assert_loads_alike(Tied(), whole_buckets(Fused.tensors()), Fused.tensors())
+    assert plan.problems == [] and len(plan.writes["embed"]) == 1
+
+
 def test_a_tensor_that_does_not_come_leaves_its_elements_unwritten():
     tensors = Fused.tensors()
     del tensors["k"], tensors["up.1"]

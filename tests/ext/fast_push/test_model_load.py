@@ -177,6 +177,15 @@ class WantsMemory(torch.nn.Module):
             self.get_parameter(name).data[self.part].copy_(tensor[self.part])
 
 
+def test_a_tensor_that_fails_only_without_memory_is_left_to_the_model():
+    model = WantsMemory()
+    load = ModelLoad(model)
+    for _ in range(2):
+        tensors = {"a": torch.rand(4, 2), "b": torch.rand(4)}
+        assert push(load, whole_buckets(tensors), tensors) == []
+        assert torch.equal(model.a.data, tensors["a"] * 2) and torch.equal(model.b.data, tensors["b"])
+
+
 def test_a_tensor_that_cannot_be_traced_must_fill_its_parameter():
     load = ModelLoad(WantsMemory(slice(0, 2)))
     tensors = {"a": torch.rand(4, 2), "b": torch.rand(4)}
@@ -231,6 +240,26 @@ def test_a_tensor_that_is_loaded_with_another_comes_though_nothing_of_it_is_kept
         tensors = {"gate": torch.rand(2, 3) * factor, "up": torch.rand(2, 3)}
         assert push(load, layout(tensors, 2), tensors) == []
         assert torch.equal(load.model.a, tensors["gate"])
+
+
+class Crowded(Computing):
+    """Has memory for the load itself, and none for a second one into copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.home = self.decay.data_ptr()
+
+    def load_weights(self, weights):
+        if self.decay.data_ptr() != self.home:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        super().load_weights(weights)
+
+
+def test_a_comparison_that_takes_too_much_memory_is_left_out(caplog):
+    model = Crowded()
+    assert push(ModelLoad(model), whole_buckets(COMPUTED), COMPUTED) == []
+    assert "tensors are served unverified" in caplog.text
+    assert_holds(model, Computing, COMPUTED)
 
 
 def test_padding_is_filled_again():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from itertools import product
 
 import pytest
 import torch
@@ -106,6 +107,15 @@ def transposing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_export_that_moves_more_than_rows_and_columns_has_no_slices() -> None:
     layout = ShardLayout(make_args(vocab_size=6, padded_vocab_size=6), "transposing")
     assert layout.slices("output_layer.weight", (6, 6), TensorSplit()) is None
+
+
+def test_rows_stay_what_they_are_when_they_are_cut_anywhere() -> None:
+    for run, count, stride in product((1, 3, 4), (1, 7, 12), (4, 9)):
+        rows = RowRuns(2, count, min(run, count), stride)
+        for begin in range(count):
+            for end in range(begin + 1, count + 1):
+                pieces = [index for piece in rows.between(begin, end) for index in numbers(piece)]
+                assert pieces == numbers(rows)[begin:end]
 
 
 def test_a_slice_is_on_blocks_when_its_edges_and_seams_are() -> None:

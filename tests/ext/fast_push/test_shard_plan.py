@@ -59,6 +59,12 @@ def test_no_bucket_is_larger_than_allowed_and_a_large_tensor_is_cut() -> None:
     assert times_sent(plan) == {"embedding": Counter({1: 6400}), "norm": Counter({1: 64})}
 
 
+def test_cuts_leave_runs_whole() -> None:
+    plan = plan_shards([[whole("q", 96, 64, unit=12)]], bucket_bytes=4096)
+    parts = [part for bucket in plan.buckets[0] for part in bucket.slices]
+    assert [(part.begin, part.end) for part in parts] == [(0, 24), (24, 48), (48, 72), (72, 96)]
+
+
 def test_a_matrix_and_its_scales_share_a_bucket() -> None:
     quantizer = Quantizer(BlockFp8((16, 16)), ["w.weight"])
     plan = plan_shards([[whole("w.weight", 72, 40), whole("norm", 40)]], bucket_bytes=2048, quantizer=quantizer)

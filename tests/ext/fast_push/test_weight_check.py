@@ -10,6 +10,7 @@ from torch import nn
 
 from slime.backends.sglang_utils import loader_report
 from slime.backends.sglang_utils.loader_report import CHECK_REPORT
+from slime.ext.fast_push import weight_check
 from slime.ext.fast_push.weight_check import (
     compare_weights,
     differing_names,
@@ -117,6 +118,20 @@ def test_what_no_push_brings_is_neither_overwritten_nor_looked_for():
     assert report(model) == ["gate_up: 24 of 24 elements were never pushed"]
 
 
+def test_scales_that_no_checkpoint_has_are_neither_poisoned_nor_missed() -> None:
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.ones(2))
+    model.k_scale = torch.nn.Parameter(torch.tensor([0.5]))
+    model.w13_input_scale = torch.nn.Parameter(torch.tensor([0.25]))  # of experts
+    model.block_scale = torch.nn.Parameter(torch.ones(1))  # a checkpoint's
+    weight_check.fill_parameters_with_nan(model)
+    assert (model.k_scale.item(), model.w13_input_scale.item()) == (0.5, 0.25)
+    assert weight_check.find_nan_in(model) == [
+        "weight: 2 of 2 elements were never pushed",
+        "block_scale: 1 of 1 elements were never pushed",
+    ]
+
+
 def test_problems_of_a_draft_model_are_told_by_the_target_which_alone_is_asked():
     draft, target = Fused(torch.float32), Fused(torch.float32)
     sent = held(target)
@@ -127,3 +142,22 @@ def test_problems_of_a_draft_model_are_told_by_the_target_which_alone_is_asked()
     for model in (draft, target):
         compare_weights(model, held(model))
     assert report(target) == []
+
+
+class Deriving(Fused):
+    """Derives from all of its weights after every load, as GLM-4.7-Flash does."""
+
+    def load_weights(self, named_tensors):
+        super().load_weights(named_tensors)
+        self.post_load_weights()
+
+    def post_load_weights(self, is_nextn=False, weight_names=None):
+        self.derived = self.gate_up.data * 2
+
+
+@pytest.mark.parametrize("part", ["gate", "norm"])
+def test_what_a_model_derives_from_its_weights_outlives_a_comparison_of_some(part):
+    model = Deriving(torch.float32)
+    model.post_load_weights()
+    assert differing_names(model, [pair for pair in held(model) if pair[0] == part]) == []
+    assert torch.equal(model.derived, model.gate_up * 2)

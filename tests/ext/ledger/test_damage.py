@@ -14,6 +14,7 @@ from slime.ext.ledger.records import ReplayState
 from tests.ext.ledger.test_ledger import Process, died_in_rollout_1
 from tests.ext.ledger.test_segments import frame, open_writer
 from tools.ledger import checked
+from tools.ledger import main as tool
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,18 @@ def test_a_flip_of_any_byte_of_any_file_is_found(ledger, tmp_path):
             flip(path, offset, mask)
             assert damage(folder) == [path.name], f"byte {offset} of {path.name}"
             flip(path, offset, mask)
+
+
+def test_the_check_fails_and_says_where(ledger, tmp_path, capsys):
+    folder = shutil.copytree(ledger, tmp_path / "ledger")
+    assert tool([str(folder), "--check"]) == 0
+    capsys.readouterr()
+    for path in segment_files(folder):
+        for offset in (0, 9, path.stat().st_size // 2, path.stat().st_size - 1):
+            flip(path, offset, 0x10)
+            assert tool([str(folder), "--check"]) == 1
+            assert re.search(f"BROKEN .*{path.name}.* at byte", capsys.readouterr().out)
+            flip(path, offset, 0x10)
 
 
 def test_a_segment_that_is_cut_or_gone_is_found_unless_it_is_the_one_of_a_kill(tmp_path):
@@ -99,3 +112,17 @@ def test_a_flip_anywhere_costs_generation_and_no_group(tmp_path, caplog):
             process.save(1)
             process.die()
             shutil.rmtree(folder)
+
+
+def test_groups_that_a_process_took_over_from_before_a_damage_are_generated_again(tmp_path):
+    died_in_rollout_1(tmp_path)
+    second = Process(tmp_path)
+    second.rollout(0)
+    with pytest.raises(KeyboardInterrupt):
+        second.rollout(1, stop_after=1)
+    second.die()
+    first_file = segment_files(tmp_path / "ledger")[0]
+    flip(first_file, 0, 1)
+    third = Process(tmp_path)
+    assert third.rollout(0) == [0, 1] and third.rollout(1) == [2, 3]
+    assert {0, 1, 2} <= set(third.generated)

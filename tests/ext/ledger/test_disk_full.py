@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +58,23 @@ def wait_for_log(caplog: pytest.LogCaptureFixture, text: str) -> None:
     while text not in caplog.text:
         assert time.monotonic() < give_up_s, f"nothing was logged with {text!r}"
         time.sleep(0.01)
+
+
+def test_a_segment_that_cannot_be_begun_is_tried_again_and_the_old_one_stays(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(segments_module, "RETRY_INTERVAL_S", 0.01)
+    writer = open_writer(tmp_path, is_threaded=False)
+    writer.put(1)
+    moved = move_away(tmp_path)
+    rotating = threading.Thread(target=writer.rotate)
+    rotating.start()
+    wait_for_log(caplog, "retrying")
+    moved.rename(tmp_path)
+    rotating.join(30)
+    writer.put(2)
+    writer.close()
+    assert numbers(tmp_path) == [1, 2] and writer.number == 1
+
+
+def move_away(folder: Path) -> Path:
+    """As a file system that is gone: no file can be made in ``folder``."""
+    return folder.rename(folder.with_name(folder.name + "-away"))

@@ -92,6 +92,19 @@ def test_a_list_edited_in_place_is_noticed_where_user_code_runs():
     assert round_.write(sample).loss_mask == [0, 1]
 
 
+def test_applying_a_record_twice_gives_the_same():
+    sample = answered(fresh(), [7, 8], "abort")
+    encoder = EntryEncoder()
+    issued = issued_fields(fresh())
+    records = []
+    for more in ([9], [10, 11]):
+        records.append(encoder.encode("key", snapshot(answered(sample, more, "abort")), issued))
+    values = fresh().to_dict()
+    for described, chunks in [*records, *records, records[1]]:
+        values, _ = apply_entry(values, described, memoryview(b"".join(chunks)))  # type: ignore[assignment]
+    assert values == sample.to_dict()
+
+
 def test_an_object_of_a_class_is_left_out_with_a_line(caplog):
     sample = answered(fresh(), [7])
     plain_values._TOLD.clear()  # each place is named once
@@ -111,6 +124,14 @@ def test_values_that_do_not_fit_their_packing_come_back_too(odd):
     sample.response_length = 2
     sample.__dict__.update(odd)
     assert Round(fresh()).write(sample).to_dict() == sample.to_dict()
+
+
+def test_fields_that_go_away_are_gone():
+    issued = fresh()
+    issued.note = "here"
+    round_ = Round(issued)
+    del issued.note
+    assert "note" not in round_.write(issued).to_dict()
 
 
 def test_a_fan_out_keeps_its_nesting_and_stripped_heads_have_no_bytes():

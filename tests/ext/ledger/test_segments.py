@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,16 @@ def test_records_come_back_in_order_over_many_segments(tmp_path):
     assert [record.read_blob() for record in read_folder(tmp_path) if record.kind is Kind.TRAINED][7] == bytes(
         [7]
     ) * 100
+
+
+def test_the_thread_writes_within_the_flush_interval(tmp_path):
+    writer = open_writer(tmp_path)
+    writer.put(1)
+    deadline = time.monotonic() + 10
+    while numbers(tmp_path) != [1] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert numbers(tmp_path) == [1]
+    writer.close()
 
 
 def test_a_tail_cut_at_any_byte_loses_only_the_record_that_it_cuts(tmp_path):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from slime.backends.sglang_utils import cpu_shim
 from slime.compose import parse_args
+from slime.ext.lora.engine_adapters import as_engines_call
 from slime.ext.lora.targets import engine_settings
 from slime.utils.errors import ConfigError, SlimeError
 from tests.matrix.case import load_cases
@@ -115,6 +119,34 @@ def test_what_engines_do_not_serve_is_refused_with_the_flag_to_change(
 ) -> None:
     with pytest.raises(ConfigError, match=f"--lora-push adapter: .*{says}.*--lora-push merged"):
         modules(family, tmp_path, *targets)
+
+
+def test_a_family_is_known_by_any_spelling_of_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no adapters on down_proj, gate_proj, up_proj of Qwen2"):
+        modules("qwen2_moe", tmp_path, "all-linear", model_name="Qwen2MoeForCausalLM")
+
+
+def test_sglang_joins_the_adapters_of_experts_that_are_called_as_mixtrals() -> None:
+    cpu_shim.install()
+    from sglang.srt.lora.lora import LoRAAdapter
+    from sglang.srt.lora.lora_config import LoRAConfig
+
+    parent = "base_model.model.model.layers.0.block_sparse_moe.experts.3."
+    tensors = {
+        as_engines_call(f"{parent}{module}.lora_{matrix}.weight"): torch.rand(4, 6)
+        for module in ("w1", "w2", "w3")
+        for matrix in "AB"
+    }
+    config = LoRAConfig.from_dict({"peft_type": "LORA", "target_modules": MLP, "r": 4, "lora_alpha": 8})
+    adapter = LoRAAdapter("one", config, SimpleNamespace(num_hidden_layers=1), None, None)
+    adapter.initialize_weights_from_tensors(tensors)
+    placed = adapter.layers[0].weights
+    assert sorted(placed) == [
+        f"{parent}{module}.lora_{x}.weight" for module in ("down_proj", "gate_up_proj") for x in "AB"
+    ]
+    for matrix in "AB":
+        halves = [tensors[f"{parent}{module}.lora_{matrix}.weight"] for module in ("gate_proj", "up_proj")]
+        assert placed[f"{parent}gate_up_proj.lora_{matrix}.weight"].equal(torch.cat(halves))
 
 
 def folder_of(folder: Path, **content: Any) -> list[str]:

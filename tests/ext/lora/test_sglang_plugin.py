@@ -24,9 +24,11 @@ from slime.ext.lora import sglang_plugin  # noqa: E402
 from slime.ext.lora.engine_adapters import IN_ONE_BUFFER  # noqa: E402
 from slime.ext.lora.sglang_plugin import (  # noqa: E402
     _choose_adapter,
+    _gated_layers,
     _generate,
     _read_adapter,
     _take_adapter,
+    _unload_adapter,
 )
 from slime.weights.push.wire import handle_of  # noqa: E402
 
@@ -65,6 +67,26 @@ def test_an_adapter_on_the_card_is_held_there_as_one_on_the_host_is_on_the_host(
     for tensor in given.values():
         tensor.zero_()  # the trainer's memory holds something else
     assert copied.keys() == on_host.keys() and all(copied[name].equal(on_host[name]) for name in on_host)
+
+
+def test_modules_of_a_model_are_walked_for_the_first_adapter_alone() -> None:
+    walks: list[torch.nn.Module] = []
+    one, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    found = [
+        _gated_layers(lambda model: walks.append(model) or {0: model is one}, model) for model in (one, other, one)
+    ]
+    assert found == [{0: True}, {0: False}, {0: True}]
+    assert walks == [one, other]
+
+
+def test_an_adapter_goes_without_a_look_at_the_free_memory() -> None:
+    def original(*_: object) -> None:
+        raise AssertionError("it empties torch's cache")
+
+    gone: list[str] = []
+    runner = SimpleNamespace(lora_manager=SimpleNamespace(unload_lora_adapter=lambda ref: gone.append(ref) or "done"))
+    assert _unload_adapter(original, runner, "one") == "done"
+    assert gone == ["one"]
 
 
 def test_handles_of_gpus_can_be_read_before_the_first_push_and_those_of_host_memory_still_be_made() -> None:

@@ -21,7 +21,7 @@ from slime.ext.plan.activations import (
 )
 from slime.ext.plan.layout import ParallelSizes, StageChunk
 from slime.ext.plan.parameters import chunk_parameters
-from slime.ext.plan.trainer_memory import GIB, TrainerSettings, rank_memory
+from slime.ext.plan.trainer_memory import GIB, TrainerSettings, micro_batches_in_flight, rank_memory
 from slime.train_data.model_dims import ModelDims
 from tests.matrix.case import hide_broken_torchvision
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
@@ -108,6 +108,15 @@ def test_recompute_keeps_inputs_of_groups_or_of_the_first_layers():
     assert kept(granularity="full", method="uniform", num_layers=1) == (6 * row, whole)
     assert kept(granularity="full", method="uniform", num_layers=4) == (2 * row, 4 * whole)
     assert kept(granularity="full", method="block", num_layers=2) == (2 * row + 4 * whole, whole)
+
+
+def test_micro_batches_in_flight_follow_the_schedule():
+    settings = TrainerSettings(batch=MicroBatch(tokens=1), num_microbatches=8, vp_group=4)
+    plain, virtual = ParallelSizes(world=4, pipeline=4), ParallelSizes(world=4, pipeline=4, virtual=2)
+    assert [micro_batches_in_flight(stage, plain, settings) for stage in range(4)] == [4, 3, 2, 1]
+    assert [micro_batches_in_flight(stage, virtual, settings) for stage in range(4)] == [11, 9, 7, 5]
+    one = TrainerSettings(batch=MicroBatch(tokens=1), num_microbatches=1)
+    assert micro_batches_in_flight(0, plain, one) == 1
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4])

@@ -20,6 +20,7 @@ from slime.ext.plan.engines import (
 )
 from slime.ext.plan.layout import ParallelSizes, PipelineSplit, expand_layout, rank_places, stage_chunks
 from slime.ext.plan.plan import PlanOptions, find_card
+from slime.ext.plan.prompts import mixed
 from slime.ext.plan.traffic import step_work
 from slime.train_data.model_dims import ModelDims
 from slime.train_data.schedule import ScheduleConfig
@@ -60,6 +61,14 @@ def test_a_plan_is_a_document_with_every_part(capsys):
     assert plan["phases"]["asleep"] < plan["phases"]["rollout"]
     assert plan["model"] == "/base/Qwen3-4B"
     assert "no config.json" in document["notes"][0]
+
+
+def test_the_tables_name_stages_nodes_and_phases(capsys):
+    assert run_plan(words(COLOCATED), H100, all_ranks=True) == EXIT_OK
+    text = capsys.readouterr().out
+    for part in ("TP 2, PP 1, CP 1, DP 4", "embedding, 1-36, head", "default/regular 3: GPUs 6-7", "weight push"):
+        assert part in text
+    assert "rank  node  GPU" in text
 
 
 def test_all_that_is_wrong_is_told_at_once(capsys):
@@ -200,6 +209,10 @@ def test_prompts_are_counted_where_data_and_tokenizer_are_at_hand(capsys, tmp_pa
     prompts = 8 * (31 * 700 + 3000)
     assert prompts < work["num_tokens"] <= prompts + 256 * 64
     assert not any("No prompt is counted" in note for note in document["notes"])
+
+
+def test_prompts_of_several_data_sets_come_in_the_shares_of_their_weights():
+    assert mixed([[1, 2], [9], [5]], [3, 1, 0])[:8] == (1, 2, 1, 9, 2, 1, 2, 9)
 
 
 def test_a_step_is_counted_with_the_trainers_scheduler():

@@ -56,6 +56,14 @@ def test_a_script_that_begins_by_ending_every_python_gives_its_command(tmp_path)
     ]  # fmt: skip
 
 
+def test_a_script_without_ray_that_starts_train_py_gives_its_command(tmp_path):
+    text = 'N=$(python3 -c "print(2 + 3)")\npython3 tools/convert.py --save x\n'
+    text += 'python train_async.py --num-rollout $N "$@"'
+    recipe = read(tmp_path, text, "--seed", "7", is_trusted=True)
+    assert recipe.words == ["--num-rollout", "5", "--seed", "7"]
+    assert recipe.calls == ["python3 tools/convert.py --save x"]
+
+
 def test_a_script_that_submits_nothing_is_an_error_with_what_it_said(tmp_path):
     with pytest.raises(ConfigError, match=r"ended with 3 before it submitted a job: no data"):
         read(tmp_path, "echo no data >&2; exit 3", is_trusted=True)
@@ -70,6 +78,11 @@ def test_where_nothing_can_hold_a_script_it_is_not_run(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"was not run.*unshare: not permitted.*--trust-script"):
         read(tmp_path, f"echo met > {tmp_path}/met; {SUBMIT}")
     assert not (tmp_path / "met").exists()
+
+
+def test_a_trusted_script_is_run_where_nothing_holds_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe_module, "isolated_command", refuse)
+    assert read(tmp_path, SUBMIT, is_trusted=True).words == ["--num-rollout", "3"]
 
 
 HARM = """

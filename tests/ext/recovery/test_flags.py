@@ -42,3 +42,9 @@ def test_copies_in_memory_need_a_checkpoint_behind_them():
 def test_what_a_restart_needs_is_named(words, values, message):
     assert any(message in line for line in problems_of(resolved(words, **values), [GROUP]))
     assert problems_of(resolved("--spare-nodes 2", **SAVES), [GROUP]) == []
+
+
+def test_a_trainer_without_optimizer_state_is_restarted_where_its_optimizer_has_none():
+    for is_stateless, mode in ((False, "off"), (True, "checkpoint")):
+        args = resolved("", **SAVES, no_save_optim=True, use_stateless_adam=is_stateless)
+        assert (args.trainer_recovery, args.state_copy_interval) == (mode, None)

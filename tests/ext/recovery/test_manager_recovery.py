@@ -6,9 +6,11 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
+from ray.exceptions import OwnerDiedError
 
 from slime.ext.recovery import job as recovering_job
 from slime.ext.recovery.job import RecoveringJob
+from slime.ray import waiting
 from slime.ray.gpus import GpuSlice
 from slime.ray.parts import Part, Parts
 from slime.utils.errors import EngineDiedError
@@ -58,6 +60,34 @@ def test_the_rollout_is_begun_again_behind_those_that_the_ledger_gives_back(job)
     assert job.asked == ["counted", trained, "the trainer is up", "pushed"]
     assert job.finish_generate(generation) == "second generates 4", "a loop may wait twice for what it began"
     assert len(job.asked) == 4
+
+
+def _die(deaths: list[Any]) -> None:
+    if deaths:
+        raise deaths.pop()
+
+
+def test_a_rank_that_dies_meanwhile_is_noticed_when_its_train_data_is_there_again(job, monkeypatch):
+    monkeypatch.setattr(waiting, "_sentinels", {"of the rank": "actor rank 0", "of the manager": "rollout manager"})
+    watched = []
+
+    def create(*_: Any) -> tuple[Manager, int]:
+        watched.append(list(waiting._sentinels.values()))
+        return Manager("second"), 2
+
+    monkeypatch.setattr(recovering_job, "create_manager_again", create)
+    job._recovery.restart_if_down = lambda: watched.append(sorted(waiting._sentinels.values()))
+    assert job.finish_generate(job.start_generate(2)) == "second generates 2"
+    assert watched == [["rollout manager"], ["actor rank 0", "rollout manager"]]
+
+
+def test_train_data_that_is_lost_with_the_manager_while_the_trainer_starts_again_ends_nothing(job, monkeypatch):
+    """The manager owned it: what a rank reports then is the lost object, and Ray knows of the death behind it."""
+    lost = [OwnerDiedError("object", "owner", "here")]
+    waits = job._wait_for_engines
+    monkeypatch.setattr(job, "_wait_for_engines", lambda *args, **kw: _die(lost) or waits(*args, **kw))
+    assert job.finish_generate(job.start_generate(2)) == "second generates 2"
+    assert job.asked[0] == "counted" and not lost
 
 
 @pytest.mark.parametrize(("recovery", "parts"), [("off", None), ("checkpoint", Parts())])

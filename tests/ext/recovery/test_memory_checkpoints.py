@@ -203,3 +203,13 @@ def test_the_place_of_a_dead_keeper_is_taken_at_the_next_copy(ranks, copies, cap
     assert "is lost; the next copy starts another" in caplog.text
     anew(ranks)
     assert copies.fetch(ranks) == 2
+
+
+def test_nothing_is_copied_between_intervals_or_without_memory():
+    every_third = MemoryCheckpoints(Namespace(**vars(ARGS) | {"state_copy_interval": 3}))
+    off = MemoryCheckpoints(Namespace(**vars(ARGS) | {"state_copy_interval": None}))
+    critic_first = MemoryCheckpoints(Namespace(**vars(ARGS) | {"num_critic_only_steps": 2}))
+    for copies, rollouts in ((every_third, (0, 1, 3)), (off, (0, 1)), (critic_first, (0, 1))):
+        for rollout_id in rollouts:
+            copies.begin(rollout_id, ["a rank that nobody asks"])
+        assert copies._under_way is None and copies.fetch([]) is None

@@ -75,6 +75,14 @@ def test_a_node_that_does_not_come_back_is_left_for_the_reserve_and_is_the_reser
     assert found.find_again() == GpuSlice(GROUP, [0, 1], [7, 6])  # as the tasks on the new node say
 
 
+def test_a_node_that_comes_back_in_time_is_taken_in(cluster):
+    found = gpus(1)
+    cluster.table |= {0: "", 1: ""}
+    cluster.events = {3.0: {0: "d", 1: "d"}}
+    assert found.find_again() == GpuSlice(GROUP, [0, 1], [7, 6])
+    assert cluster.now_s == 3.0
+
+
 @pytest.mark.parametrize("spare_nodes", [0, 1])
 def test_a_node_that_is_to_go_is_left_at_once_for_the_reserve_and_else_waited_for(cluster, spare_nodes):
     found = gpus(spare_nodes)

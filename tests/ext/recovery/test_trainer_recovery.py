@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from slime.ext.recovery import trainer_recovery
 from slime.ext.recovery.preemption import Preemption
@@ -270,6 +275,34 @@ def test_a_rank_that_hangs_is_treated_like_one_that_died(trainer, mode):
             job.run(hang_once)
     else:
         assert (job.run(hang_once), trainer.num_starts) == ("done", 2)
+
+
+def in_vain() -> str:
+    """Return gloo's error at a rank that waits in vain for another."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    stores = [dist.TCPStore("127.0.0.1", port, 2, is_master=not rank, wait_for_workers=False) for rank in range(2)]
+    timeout = timedelta(seconds=1)
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda rank: dist.ProcessGroupGloo(stores[rank], rank, 2, timeout), range(2)))
+    with pytest.raises(RuntimeError) as caught:
+        groups[0].allreduce(torch.ones(1)).wait()
+    return str(caught.value)
+
+
+def test_a_collective_that_a_rank_never_joins_is_a_hang(trainer):
+    text, tries = in_vain(), []
+
+    def late_once() -> str:
+        tries.append(1)
+        if len(tries) == 1:
+            raise RuntimeError(text)
+        return "done"
+
+    with pytest.raises(RuntimeError, match="Timed out waiting"):
+        recovery(trainer, trainer_recovery="off").run(late_once)
+    tries.clear()
+    assert (recovery(trainer).run(late_once), trainer.num_starts) == ("done", 2)
 
 
 @pytest.mark.parametrize(("mode", "is_dead"), [("off", True), ("checkpoint", False)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime.algorithms.log_probs import vocab_parallel_log_probs
+from slime.algorithms.log_probs import KeptTokens, vocab_parallel_log_probs
 
 
 def plain(logits, targets, temperature=1.0, keep=None):
@@ -198,3 +198,14 @@ def test_another_reader_of_overwritten_logits_in_the_backward_pass_is_told():
     loss = other + vocab_parallel_log_probs(produced, targets, overwrite_logits=True)[0].sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("chunk_size", [-1, 2])
+def test_pairs_of_kept_tokens_are_the_mask_that_they_describe(chunk_size):
+    logits, targets, keep = random_rows(9, 13)
+    keep[4] = False  # recorded, but all of it in other shards
+    is_recorded = torch.tensor([True, True, False, True, True, True, False, True, True])
+    pairs = keep.logical_and(is_recorded[:, None]).nonzero(as_tuple=True)
+    mask = keep | ~is_recorded[:, None]
+    found = vocab_parallel_log_probs(logits, targets, keep=KeptTokens(*pairs, is_recorded), chunk_size=chunk_size)
+    torch.testing.assert_close(found[0], plain(logits, targets, keep=mask)[0])

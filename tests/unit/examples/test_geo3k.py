@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from examples.geo3k_vlm_multi_turn import rollout
 from examples.geo3k_vlm_multi_turn.base_env import BaseInteractionEnv
 from examples.vision_shapes import model
 from slime.flags.parse import parse_args
 from slime.rollout.multi_turn import converse
-from slime.rollout.sglang_rollout import GenerateState
+from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.utils.processing_utils import load_tokenizer, open_image
 from slime.utils.types import Sample
 from tests.e2e.vision_jobs import write_rows
+from tests.unit import talking_engine
 
 REPO = Path(__file__).parents[3]
 PARAMS = {"temperature": 1.0, "max_new_tokens": 500}
@@ -27,6 +29,10 @@ PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>x?<|im_en
 
 def picture(colour: str, size: tuple[int, int] = (32, 48)) -> Image.Image:
     return Image.new("RGB", size, colour)
+
+
+def call(answer: str, name: str = "calc_score") -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {{"answer": "{answer}"}}}}</tool_call>'
 
 
 @pytest.fixture
@@ -55,6 +61,30 @@ def see(talk):
 
 def ask() -> Sample:
     return Sample(index=0, prompt=PROMPT, label="4", multimodal_inputs={"images": [picture("red")], "videos": None})
+
+
+def test_a_wrong_answer_is_called_so_and_another_one_is_given(see):
+    turns = [call("3"), call("4"), "\\boxed{4}"]
+    args, _ = see(lambda prompt: turns[prompt.count("assistant") - 1], max_turns=3)
+    sample = asyncio.run(rollout.generate(args, ask(), PARAMS))
+    assert sample.status is Sample.Status.COMPLETED and sample.metadata["round_number"] == 3
+    assert [word in sample.response for word in ("score 0", "score 1", "\\boxed{4}")] == [True] * 3
+    assert sample.tokens.count(model.IMAGE_ID) == 6
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    drawn = [t for t, mask in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(drawn) == "".join(f"{turn}<|im_end|>" for turn in turns)
+
+
+@pytest.mark.parametrize("drawn", ["<|image_pad|>", "<|video_pad|>"])
+def test_a_token_of_a_picture_that_the_policy_drew_ends_the_conversation(see, drawn, monkeypatch):
+    monkeypatch.setattr(talking_engine, "drawn", lambda tokenizer, text: tokenizer.encode(text))
+    args, payloads = see(lambda prompt: drawn + call("3"), max_turns=3)
+    sample = asyncio.run(rollout.generate(args, ask(), PARAMS))
+    assert sample.status is Sample.Status.TRUNCATED and len(payloads) == 1
+    assert all(sample.loss_mask) and sample.tokens.count(model.IMAGE_ID) == 6 + (drawn == "<|image_pad|>")
+    sample.status = Sample.Status.ABORTED  # as if it had been aborted there, and came back
+    asyncio.run(generate(args, sample, PARAMS))
+    assert sample.status is Sample.Status.TRUNCATED and len(payloads) == 1
 
 
 def test_an_image_of_a_tool_goes_to_engine_and_trainer_behind_that_of_the_prompt(see):

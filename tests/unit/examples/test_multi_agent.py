@@ -8,7 +8,7 @@ import re
 import pytest
 
 from examples.multi_agent import rollout_with_multi_agents as example
-from slime.rollout.sglang_rollout import generate_and_rm
+from slime.rollout.sglang_rollout import generate_and_rm, generate_and_rm_group
 from slime.utils.types import Sample
 
 PATH = "examples.multi_agent.rollout_with_multi_agents.generate_with_multi_agents"
@@ -51,6 +51,40 @@ def test_a_solver_shares_in_the_judges_success(talk, solver, judge, rewards):
     args, engine = talk(lambda prompt: f"\\boxed{{{judge if 'answers' in prompt else solver}}}")
     samples = asyncio.run(example.generate_with_multi_agents(args, question(), dict(PARAMS)))
     assert [s.reward for s in samples] == pytest.approx(rewards)
+
+
+def test_settings_change_the_team_and_args_stay_as_they_were(talk):
+    args, engine = talk(
+        policy,
+        multi_agent_solvers=2,
+        multi_agent_judge_prompt="Which? {answers}",
+        multi_agent_judge_max_tokens=3,
+    )
+    before = dict(vars(args))
+    params = dict(PARAMS)
+    samples = asyncio.run(example.generate_with_multi_agents(args, question(), params))
+    assert len(samples) == 3 and "user\nWhich? 5 5<" in samples[2].prompt
+    assert [p["sampling_params"]["max_new_tokens"] for p in engine.payloads] == [60, 60, 3]
+    assert vars(args) == before and params == PARAMS
+
+
+def test_an_interrupted_team_begins_anew(talk, monkeypatch):
+    args, engine = talk(policy, custom_generate_function_path=PATH)
+    plain = example.generate
+
+    async def interrupted(args, sample, params):
+        await plain(args, sample, params)
+        if sample.metadata["number"] == 1:
+            sample.status = Sample.Status.ABORTED
+        return sample
+
+    monkeypatch.setattr(example, "generate", interrupted)
+    (entry,) = asyncio.run(generate_and_rm_group(args, [question()], dict(PARAMS)))
+    assert isinstance(entry, Sample) and entry.status is Sample.Status.ABORTED
+    assert (entry.prompt, entry.tokens, entry.reward) == (QUESTION, [], None)
+    monkeypatch.setattr(example, "generate", plain)
+    (samples,) = asyncio.run(generate_and_rm_group(args, [entry], dict(PARAMS)))
+    assert [s.reward for s in samples] == [1.0] * 4
 
 
 def test_rewards_are_normalised_within_prompt_and_role(talk):

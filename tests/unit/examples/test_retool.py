@@ -17,6 +17,7 @@ from slime.isolation import view
 from slime.isolation.view import IsolationError
 from slime.rollout.sglang_rollout import generate_and_rm
 from slime.utils.errors import ConfigError
+from slime.utils.types import Sample
 
 SMALL = Limits(time_s=1, memory_mib=256, output_characters=200)
 
@@ -39,6 +40,22 @@ SMALL = Limits(time_s=1, memory_mib=256, output_characters=200)
 def test_ordinary_programs_run(program, output):
     result = run_program(program, SMALL)
     assert (result.is_ok, result.output) == (True, output)
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("print(1)\n1/0", "1\nZeroDivisionError: division by zero"),
+        ("print(1", "SyntaxError"),
+        ("print(unknown)", "NameError"),
+        ("a = 'x' * 10**9", "MemoryError"),
+        ("def f(): f()\nf()", "RecursionError"),
+    ],
+)
+def test_what_is_wrong_with_a_program_is_its_output(program, error):
+    result = run_program(program, SMALL)
+    assert not result.is_ok and result.output.startswith(error)
+    assert "Traceback" not in result.output and "/" not in result.output
 
 
 @pytest.mark.parametrize(
@@ -102,3 +119,19 @@ def test_a_sample_computes_reads_and_answers(talk, ask, label, reward):
     assert sample.reward == reward
     assert sample.metadata["num_programs"] == 1 and sample.non_generation_time > 0
     assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length
+
+
+@pytest.mark.parametrize(
+    ("response", "status", "programs", "reward"),
+    [
+        ("\\boxed{7}<|im_end|>", "completed", 0, 1.0),
+        ("\\boxed{8}<|im_end|>", "completed", 1, 0.1),
+        ("\\boxed{8}<|im_end|>", "completed", 0, 0.0),
+        ("\\boxed{7}", "truncated", 1, 0.0),
+        ("\\boxed{7} or so<|im_end|>", "completed", 1, 0.0),
+    ],
+)
+def test_the_reward(response, status, programs, reward):
+    sample = Sample(response=response, label="7", status=Sample.Status(status), metadata={"num_programs": programs})
+    assert asyncio.run(example.reward_func(None, sample)) == reward
+    assert asyncio.run(example.reward_func(None, [sample, sample])) == [reward, reward]

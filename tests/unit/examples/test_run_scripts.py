@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import os
 import shutil
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from examples.eval_multi_task.make_data import make_data
 from examples.tiny_arithmetic.make_task import make_task
 from examples.tiny_tools.make_task import make_agents
 from examples.tiny_tools.make_task import make_task as make_tools
 from examples.vision_shapes import make_task as vision_shapes
 from slime.compose import parse_args, parse_flags
 from slime.flags.cluster import check_loop
+from slime.flags.evaluation import EvalDatasetConfig
+from slime.rollout.rm_hub import async_rm
+from slime.utils.types import Sample
 
 REPO = Path(__file__).parents[3]
 SCRIPTS = sorted(path.relative_to(REPO) for path in REPO.glob("examples/**/run-*.sh"))
@@ -110,3 +116,24 @@ def test_the_teachers_answer_does_not_grade_the_evaluation(tiny):
     config = yaml.safe_load((tiny / "opd-sglang/eval.yaml").read_text())["eval"]
     assert config["defaults"]["custom_rm_path"] == "examples.tiny_arithmetic.reward.reward"
     assert config["defaults"]["input_key"] == "prompt"
+
+
+def test_the_data_of_several_tasks_fits_their_graders(tmp_path):
+    make_data(tmp_path, seed=1)
+    config = yaml.safe_load((tmp_path / "multi_task.yaml").read_text())["eval"]
+    entries = [EvalDatasetConfig(**(config["defaults"] | entry)) for entry in config["datasets"]]
+    assert [entry.name for entry in entries] == ["sums", "sums_sampled", "choice", "first_step"]
+    for entry in entries:
+        path = Path(entry.path.partition("@")[0])
+        row = json.loads(path.read_text().splitlines()[0])
+        info = row.get(entry.metadata_key) or {}
+        right = info.get("correct_answer", row["label"])
+        args = Namespace(custom_rm_path=None, rm_type=None, rm_url=None, reward_key=None)
+        rewards = []
+        for digit in (right, str((int(right) + 1) % 10)):
+            answer = digit if entry.rm_type == "f1" else f"\\boxed{{{digit}}}"
+            sample = Sample(response=answer, label=row["label"], metadata=dict(info) | {"rm_type": entry.rm_type})
+            sample.status, sample.custom_rm_path = Sample.Status.COMPLETED, entry.custom_rm_path
+            reward = asyncio.run(async_rm(args, sample))
+            rewards.append(float(reward[0] if isinstance(reward, tuple) else reward))
+        assert rewards == [1.0, 0.0], entry.name

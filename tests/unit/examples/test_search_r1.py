@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from slime.rollout.sglang_rollout import generate_and_rm
+from slime.utils.aiohttp_threaded import run_app_in_thread
+from slime.utils.async_utils import run
+from slime.utils.types import Sample
 
 REPO = Path(__file__).parents[3]
 FACTS = ["pet of Kiv is Lum", "code of Lum is 74", "pet of Bab is Zof", "code of Zof is 11"]
@@ -71,3 +74,30 @@ def test_a_sample_searches_twice_and_answers(example, talk, ask, corpus, label, 
     assert sample.reward == pytest.approx(reward)
     assert sample.metadata["num_searches"] == 2 and sample.metadata["round_number"] == 3
     assert len(sample.loss_mask) == len(sample.rollout_log_probs) == sample.response_length
+
+
+def test_the_retriever_may_be_a_server(example, server, talk, corpus):
+    handle = run_app_in_thread(server.application(server.Retriever.of_file(corpus)), host="127.0.0.1")
+    try:
+        args, _ = talk(policy, search_corpus=f"http://127.0.0.1:{handle.port}/retrieve", search_topk=2)
+        assert run(example.observe(args, "code Zof")) == "code of Zof is 11\ncode of Lum is 74"
+        assert run(example.observe(args, "xyz")) == "nothing found"
+    finally:
+        handle.stop()
+
+
+@pytest.mark.parametrize(
+    ("response", "searches", "reward"),
+    [
+        ("\\boxed{Saint Lum}<|im_end|>", 0, 0.8),
+        ("\\boxed{Kiv}<|im_end|>", 1, 0.1),
+        ("\\boxed{Kiv}<|im_end|>", 0, 0.0),
+        ("Lum<|im_end|>", 2, 0.0),
+    ],
+)
+def test_the_reward(example, response, searches, reward):
+    sample = Sample(response=response, label="the Saint Lum of", metadata={"num_searches": searches})
+    sample.status = Sample.Status.COMPLETED
+    assert asyncio.run(example.reward_func(None, sample)) == pytest.approx(reward)
+    sample.status = Sample.Status.TRUNCATED
+    assert asyncio.run(example.reward_func(None, [sample])) == [0.0]

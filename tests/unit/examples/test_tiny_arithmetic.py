@@ -1,12 +1,14 @@
 """The tiny task: questions and answers by hand, disjoint sets, and a reward that wants the response to end."""
 
+import asyncio
 import json
 import random
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from examples.tiny_arithmetic import make_task, reward, task
+from examples.tiny_arithmetic import make_task, model, reward, task
 from examples.tiny_arithmetic.tokenizer import END, END_ID, VOCAB_SIZE, build_tokenizer
 from slime.utils.types import Sample
 
@@ -60,6 +62,18 @@ def test_the_tokenizer_gives_back_ascii_and_knows_the_end_of_a_turn(made: Path) 
     assert tokenizer.decode(tokenizer(everything, add_special_tokens=False)["input_ids"]) == everything
 
 
+def test_the_recipe_names_the_dimensions_of_the_model() -> None:
+    recipe = (Path(__file__).parents[3] / "scripts/models/tiny-arithmetic.sh").read_text().split()
+    flags = dict(zip(recipe, recipe[1:]))
+    assert flags["--num-layers"] == str(model.NUM_LAYERS)
+    assert flags["--hidden-size"] == str(model.HIDDEN_SIZE)
+    assert flags["--ffn-hidden-size"] == str(model.FFN_SIZE)
+    assert flags["--num-attention-heads"] == str(model.NUM_HEADS)
+    assert flags["--num-query-groups"] == str(model.NUM_KV_HEADS)
+    assert flags["--kv-channels"] == str(model.HEAD_DIM)
+    assert flags["--vocab-size"] == str(VOCAB_SIZE)
+
+
 def answered(response: str, status: Sample.Status = Sample.Status.COMPLETED) -> Sample:
     return Sample(response=response, label="0", status=status)
 
@@ -79,3 +93,10 @@ def answered(response: str, status: Sample.Status = Sample.Status.COMPLETED) -> 
 )
 def test_grades(response: str, points: float, why: str) -> None:
     assert reward.grade(answered(response)) == points, why
+
+
+def test_the_plug_in_takes_one_sample_or_a_list() -> None:
+    args = Namespace()
+    right, wrong = answered("\\boxed{0}"), answered("\\boxed{1}")
+    assert asyncio.run(reward.reward(args, right)) == 1.0
+    assert asyncio.run(reward.reward(args, [right, wrong])) == [1.0, 0.0]

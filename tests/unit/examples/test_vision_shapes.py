@@ -37,6 +37,15 @@ def test_a_scene_is_counted_by_rows_and_painted():
     assert set(middles.values()) == {(255, 255, 255)}
 
 
+def test_no_picture_is_in_two_sets_and_counts_are_as_frequent():
+    sets = task.split_scenes({"eval": 400, "grpo": 400, "sft": 800}, seed=3)
+    pictures = [(scene.shapes, scene.background) for scenes in sets.values() for scene in scenes]
+    assert len(set(pictures)) == len(pictures) == 1600
+    assert len({task.paint(scene).tobytes() for scenes in sets.values() for scene in scenes}) == 1600
+    counts = [scene.answer for scenes in sets.values() for scene in scenes]
+    assert all(210 < counts.count(str(count)) < 330 for count in range(6))
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("task")

@@ -9,7 +9,7 @@ import pytest
 
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.verbs import EngineList
-from slime.ray.push import MAX_PUSHES, WeightPush
+from slime.ray.push import MAX_FAILED_RESENDS, MAX_PUSHES, WeightPush
 from slime.utils.errors import EngineError, HangError, WeightSyncError
 from slime.utils.misc import Box
 from slime.weights.push.participants import ExcludedEngine
@@ -78,6 +78,13 @@ def test_an_engine_that_did_not_take_the_push_is_reported_and_the_run_goes_on() 
     assert push.pushes == ["update"]
 
 
+def test_refill_starts_another_and_gives_it_the_same_version_at_once_where_it_is_up() -> None:
+    push = Push("excludes one", waiting=1)
+    push.update()
+    assert asked(push) == [*BEFORE, "push_refused", "recover_updatable_engines", "describe_engines"]
+    assert push.pushes == ["update", "resend"]
+
+
 def test_when_no_engine_took_it_others_are_started_and_the_push_is_made_again() -> None:
     push = Push("excludes all")
     push.update()
@@ -108,6 +115,29 @@ def test_a_trainer_that_hangs_is_not_asked_again() -> None:
         with pytest.raises(HangError, match="trainer hangs"):
             act(push)
         assert len(push.pushes) == 1 and "find_dead_engines" not in asked(push)
+
+
+def test_a_router_that_does_not_take_a_new_engine_in_ends_no_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise EngineError("the router cannot be reached")
+
+    monkeypatch.setattr(Push, "ask_manager", refuse)
+    Push()._report_taken()  # the engine waits, and `serve_new_engines` gives it the weights in the next rollout
+    with pytest.raises(EngineError, match="cannot be reached"):
+        Push(tolerant=False)._report_taken()
+
+
+def test_a_trainer_without_ranks_has_verbs_that_do_nothing() -> None:
+    """What a driver gets with ``--debug-rollout-only``."""
+    args = Namespace(
+        train_timeout_s=1, rollout_global_dataset=True, debug_train_only=False, use_fault_tolerance=True, save=None
+    )
+    group = RayTrainGroup(args, 0, 0, pg=None)  # type: ignore[arg-type]
+    assert group.async_train(0, []) == []
+    assert group.update_weights() == {} and not group.push.restarts_engines
+    for verb in (group.clear_memory, group.onload, group.offload, group.release):
+        verb()
+    group.save_model(0, force_sync=True)
 
 
 class Manager:
@@ -164,3 +194,20 @@ def test_ranks_whose_connection_to_other_engines_failed_are_connected_again_befo
         push.resend(evaluating)
     push.push_once()
     assert verbs == ["connect_engines", "connect_engines", "update_weights"]
+
+
+def test_new_engines_that_a_router_does_not_take_in_have_the_weights_all_the_same(monkeypatch) -> None:
+    push = WeightPush(Push().trainer)
+    asked: list[str] = []
+
+    def ask(method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        asked.append(method)
+        if method == "push_done":
+            raise EngineError("the router does not list it")
+        return Namespace(num=1)
+
+    monkeypatch.setattr(push, "send", lambda verb, engines: {})
+    monkeypatch.setattr(push, "ask_manager", ask)
+    for _ in range(MAX_FAILED_RESENDS):
+        push.serve_new_engines()
+    assert asked == ["describe_engines", "push_done"] * MAX_FAILED_RESENDS

@@ -84,6 +84,22 @@ def test_each_folder_has_a_lock_inside_another_one_too_and_a_folder_of_two_flags
         lock.release()
 
 
+def test_files_and_folders_that_are_exchanged_whole_are_locked_by_name(tmp_path):
+    for name, lock_path in {
+        "hf_{rollout_id}": ".hf_{rollout_id}.lock",
+        "{rollout_id}/hf": ".{rollout_id}_hf.lock",
+        "copy/": ".copy.lock",
+        "dump/{rollout_id}.pt": "dump/.{rollout_id}.pt.lock",
+    }.items():
+        [lock] = lock_folders({}, {"--flag": f"{tmp_path}/{name}"})
+        assert lock.path == tmp_path / lock_path and not (tmp_path / "copy").exists()
+        [neighbour] = lock_folders({}, {"--flag": f"{tmp_path}/another_{name}"})
+        with pytest.raises(ConfigError, match="--mine .*belongs to a job that is running"):
+            lock_folders({}, {"--mine": f"{tmp_path}/./{name}"})
+        lock.release()
+        neighbour.release()
+
+
 OUTPUTS = {
     "save": "a", "save_hf": "hf_{rollout_id}",
     "save_debug_rollout_data": "dump/r{rollout_id}.pt", "save_debug_train_data": "dump/t{rollout_id}.pt",

@@ -11,7 +11,7 @@ import pytest
 from slime.compose import SINKS, TRANSFORMS
 from slime.ray import actor_group, startup
 from slime.ray.actor_group import RayTrainGroup
-from slime.ray.parts import Part
+from slime.ray.parts import Part, Parts
 
 
 def test_the_processes_of_the_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,3 +59,9 @@ def test_what_may_happen_meanwhile_comes_before_the_wait_for_the_engines(monkeyp
     startup.create_rollout_manager(args, None, meanwhile=lambda: notes.append("ranks"))  # type: ignore[arg-type]
     beside = ["manager", "watched: wait_ready", "ranks"]
     assert notes == [*beside, "get_num_rollout_per_epoch", "wait_ready", "offload"]
+
+
+def test_a_trainer_without_ranks_starts_no_process() -> None:
+    group = startup.make_actor(Namespace(debug_rollout_only=True, save=None), None, Parts())  # type: ignore[arg-type]
+    group.begin()
+    assert group.actors == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ from slime.rollout import fully_async_rollout, pool, sglang_rollout
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.direct_workers import WorkerPicker
-from slime.rollout.fully_async_rollout import generate_rollout_fully_async
+from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
 from slime.rollout.run_state import RunState, use_run
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
@@ -336,3 +337,25 @@ def leave_no_metadata(args: Any, samples: Any, *rest: Any, **facts: Any) -> Any:
     for sample in leaf_samples(samples):
         sample.metadata = None
     return samples if isinstance(samples, Sample) else True
+
+
+def test_a_place_that_becomes_free_while_groups_are_started_is_taken_at_once(start_job, monkeypatch):
+    job = start_job(rollout_batch_size=2, n_samples_per_prompt=1)
+    monkeypatch.setattr(pool, "STARTED_AT_ONCE", 1)
+
+    async def answer(args: Any, group: list[Sample], **options: Any) -> list[Sample]:
+        if group[0].group_index == 1:
+            await asyncio.sleep(TEST_TIMEOUT_S)
+        group[0].status = Sample.Status.COMPLETED
+        return group
+
+    monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", answer)
+
+    async def main() -> list[int | None]:
+        worker = AsyncRolloutWorker(job.args, job.source, concurrency=2)
+        async with asyncio.timeout(TEST_TIMEOUT_S / 4):
+            output = await worker.collect(0)
+        await worker.stop()
+        return [group[0].group_index for group in output.samples]
+
+    assert run(main()) == [0, 2]

@@ -142,6 +142,22 @@ def test_an_engine_that_counts_other_tokens_for_images_is_refused():
         check_image_tokens("Sample 1", {"image_data": ["x"]}, {"prompt_tokens": 3, "finish_reason": stop}, 4)
 
 
+def test_siblings_share_the_pixels_of_one_run_of_the_processor():
+    calls = []
+
+    class Counting(FakeProcessor):
+        def __call__(self, text: str, **kwargs: Any) -> dict[str, Any]:
+            calls.append(text)
+            return super().__call__(text, **kwargs)
+
+    images = ["img"]
+    samples = [Sample(prompt=prompt, multimodal_inputs={"images": list(images)}) for prompt in ("one", "one", "other")]
+    ids = [_prepare_prompt_ids(sample, FakeTokenizer(), Counting()) for sample in samples]
+    assert calls == ["one", "other"] and ids[0] == ids[1] != ids[2]
+    first, second, _ = (sample.multimodal_train_inputs for sample in samples)
+    assert first["pixel_values"] is second["pixel_values"] and first is not second
+
+
 def test_images_are_sent_with_the_text_instead_of_the_ids(monkeypatch):
     monkeypatch.setattr("slime.rollout.engine_request.encode_image_for_rollout_engine", lambda image: f"data:{image}")
     sample = Sample(prompt="a", response="b", multimodal_inputs={"images": ["img"]})
@@ -172,6 +188,18 @@ def test_a_model_is_served_at_its_router_or_the_default_one():
 )
 def test_fields_that_the_router_loses_are_known(payload, lost):
     assert direct_workers.lost_fields(payload) == lost
+
+
+def test_consistent_hashing_moves_only_the_keys_of_a_lost_worker():
+    direct_workers.WorkerPicker.clear_instances()
+    config = rollout_config(Namespace(sglang_router_ip="h", sglang_router_port=1, router_policy="consistent_hashing"))
+    picker = direct_workers.WorkerPicker(config)
+    keys = [str(i) for i in range(200)]
+    before = {key: picker.choose(["a", "b", "c"], key) for key in keys}
+    after = {key: picker.choose(["a", "b"], key) for key in keys}
+    assert set(before.values()) == {"a", "b", "c"}
+    assert all(after[key] == before[key] for key in keys if before[key] != "c")
+    direct_workers.WorkerPicker.clear_instances()
 
 
 def answered(tokenizer, ids, kind):

@@ -74,6 +74,16 @@ def drops_odd(args: Any, group: Group, **kwargs: Any) -> DynamicFilterOutput:
 # ------------------------------------------------------------------------------------------ policy
 
 
+def test_what_the_data_source_gives_is_counted_by_how_far_it_is():
+    policy = GroupPolicy(args_with())
+    partial = Sample(status=Sample.Status.ABORTED, response_length=2)
+    for group in ([Sample()], [partial], [finished()]):
+        policy.admit(group, 0)
+    metrics = policy.take_metrics()
+    assert [metrics[f"rollout/groups/{name}"] for name in ("issued", "continued", "reused")] == [3, 1, 1]
+    assert policy.take_metrics()["rollout/groups/issued"] == 0
+
+
 def stuck(sample: Sample, *, no_progress: int = 0) -> InFlightGroup:
     return InFlightGroup([sample], 0, (None, 0), sample.response_length, no_progress)
 

@@ -85,6 +85,13 @@ def test_a_resume_with_other_data_is_an_error(make_args, rows):  # noqa: F811
 
 
 ROW = {"input": "q", "answer": 1, "metadata": {"rm_type": "math"}, "tools": [{"name": "add"}], "images": ["a.png"]}
+CHANGES = {
+    "label": {"answer": 2},
+    "metadata": {"metadata": {"rm_type": "f1"}},
+    "tools": {"tools": [{"name": "subtract"}]},
+    "images": {"images": ["b.png"]},
+    "prompt and label": {"input": "other <image>", "answer": 3},
+}
 
 
 @pytest.fixture
@@ -95,6 +102,16 @@ def rows(monkeypatch, make_args):  # noqa: F811
     replace_rows(args, full)
     saved(args)
     return args, full
+
+
+@pytest.mark.parametrize("names", CHANGES)
+def test_a_changed_field_of_a_row_is_named_with_the_first_row_that_has_it(rows, names, caplog):
+    args, full = rows
+    RolloutDataSource(args).load(0)
+    assert "cannot be compared" not in caplog.text
+    replace_rows(args, [*full[:3], full[3] | CHANGES[names], full[4] | CHANGES[names]])
+    with pytest.raises(DataError, match=rf"has other rows: {names} changed, first in row 4\..*--accept-other-data"):
+        RolloutDataSource(args).load(0)
 
 
 @pytest.mark.parametrize(

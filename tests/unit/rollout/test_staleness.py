@@ -71,6 +71,15 @@ def test_the_clock_knows_it_too_when_each_rollout_is_pushed_before_the_next_begi
         assert clock.trained_at(rollout_id) == trained == in_engines
 
 
+def test_the_last_rollout_for_a_version_is_the_last_one_within_the_bound():
+    clock = VersionClock(rollout_config(Namespace(update_weights_interval=3)))
+    clock.observe(5, 7)
+    for limit in range(4):
+        for version in range(3, 9):
+            last = clock.last_rollout_within(version, limit)
+            assert clock.trained_at(last) - version <= limit < clock.trained_at(last + 1) - version
+
+
 def test_an_engine_that_does_not_tell_its_version_has_none_until_it_is_asked_again(monkeypatch):
     """One engine hangs, one is not there; then one answers."""
     engine, urls = ScriptedEngine(Script()), ["http://127.0.0.1:9"]

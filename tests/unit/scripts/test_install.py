@@ -98,3 +98,17 @@ def test_an_environment_of_the_other_kind_is_refused_and_left_alone(checkout, ma
     program(checkout, "nvidia-smi", GPU)
     if wanted == "gpu":
         assert "and this machine asks for the gpu one" in run(checkout, "scripts/install.sh").stderr
+
+
+def test_a_recipe_on_gpus_refuses_the_environment_for_cpus(checkout):
+    (checkout / ".venv/bin").mkdir(parents=True)
+    shutil.copy(checkout / "bin/python", checkout / ".venv/bin/python3")
+    words = ("bash", "-c", 'source scripts/lib.sh; _start_ray_once() { echo "$1 GPUs"; }; start_ray 8')
+    done = run(checkout, *words, DEVICE="gpu")
+    assert done.returncode == 2 and done.stdout == ""
+    assert ".venv is the cpu environment, and DEVICE=gpu asks for the gpu one" in done.stderr
+    assert run(checkout, *words, DEVICE="cpu").stdout == "8 GPUs\n"
+    done = run(checkout, *words, DEVICE="gpu", SLIME_SCRIPT_EXTERNAL_RAY="1")
+    assert done.returncode == 0 and done.stdout == ""  # tools/plan.py, and clusters with an environment of their own
+    (checkout / ".venv/.kind").write_text("gpu\n")
+    assert run(checkout, *words, DEVICE="gpu").stdout == "8 GPUs\n"

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from slime.utils.errors import HookError
 from tools.plugin_check.bench import Bench
 from tools.plugin_check.examine import examine
 from tools.plugin_check.recognise import recognise
@@ -106,3 +107,18 @@ def test_a_tool_and_an_environment_that_work_pass(tmp_path, plug_in):
     dice = "import random\n" + GAME.format(begin="(str(random.random()), {})", taken="('', 1, True, False, {})")
     played = examine("environment", plug_in(dice), Bench(tmp_path))
     assert not played.failures and "two resets with one seed differ" in played.report()
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("def hook(args, samples): ...", "may be for --custom-reward-post-process-path or .* with --group-rm"),
+        ("def hook(a, b): ...", "fits no flag by the names of its parameters"),
+        ("class hook: ...", "neither a data source .* nor an environment"),
+        ("hook = 3", "is of type int; name a function"),
+        ("other = 3", "has no hook"),
+    ],
+)
+def test_what_may_be_several_things_is_asked_for(plug_in, source, says):
+    with pytest.raises(HookError, match=says):
+        recognise(plug_in(source))

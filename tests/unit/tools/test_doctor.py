@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 
+import psutil
 import pytest
 
 from tools import doctor
@@ -20,6 +22,22 @@ def test_the_doctor_has_a_line_for_each_check_with_a_verdict(tmp_path, capsys, m
     assert any(re.match(r"good +environment +(cpu|gpu), in ", line) for line in lines)
     assert "give --hf-checkpoint" in lines[-1] and "all-reduce" in lines[2]
     assert doctor.space(tmp_path, 1e9, "buy")[0] == "bad"
+
+
+@pytest.mark.parametrize(("host", "verdict"), [("127.0.0.1", "good"), ("0.0.0.0", "unknown")])
+def test_where_a_job_listens_is_listed(host, verdict, monkeypatch):
+    with socket.create_server((host, 0)) as server:
+        process = psutil.Process()
+        process.info = {"cmdline": ["python", "-m", "slime.backends.sglang_utils.router_main"]}
+        port = server.getsockname()[1]
+        # Other tests of this process may have left sockets of their own.
+        own = [each for each in process.net_connections("tcp") if each.laddr.port == port]
+        monkeypatch.setattr(process, "net_connections", lambda kind: own)
+        with monkeypatch.context() as patches:
+            patches.setattr(psutil, "process_iter", lambda names: [process])
+            found, text = doctor.listening()
+        place = f"{host}:{port} (slime.backends.sglang_utils.router_main)"
+    assert found == verdict and (place in text) == (verdict == "unknown")
 
 
 @pytest.mark.parametrize(

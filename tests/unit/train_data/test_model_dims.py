@@ -67,3 +67,10 @@ def test_layers_of_one_half_count_that_half_and_an_mlp_without_a_gate_two_matric
     mamba = 2 * 7 * 8 * (6 + 6 + 20 + 20 + 4) + 2 * 7 * 20 * 8 + 7 * 4 * 2 * (2 * 3 * 5)
     attention = 2 * 7 * 8 * (2 * 4 + 2 * 4) + 2 * 7 * 7 * 8 + 2 * 7 * 8 * 8
     assert model.forward_flops(7) == mamba + attention + 2 * 2 * 7 * 8 * 16 + 2 * 7 * 8 * 10
+
+
+def test_layers_of_other_widths_count_as_often_as_they_are():
+    plain = model_dims(Namespace(**{**DENSE, "num_layers": 3}))
+    wide = (("ffn_hidden_size", 32),)
+    model = replace(plain, layer_fields=(wide, (), wide))
+    assert model.forward_flops(7) == plain.forward_flops(7) + 2 * 6 * 7 * 8 * 16

@@ -29,6 +29,13 @@ def test_inputs_and_targets_by_hand():
     assert second.weight_R.tolist() == [0.0, 0.25]
 
 
+def test_all_tokens_weigh_the_same_without_denominators_and_an_empty_rollout_divides_by_one():
+    (depth,) = multi_token_depths(1, TOKENS, MASKS, None, PackingConfig())
+    assert depth.weight_R.tolist() == [1, 0, 1, 1]
+    (depth,) = multi_token_depths(1, TOKENS, [mask * 0 for mask in MASKS], [0.0, 0.0], PackingConfig())
+    assert depth.weight_R.tolist() == [0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "allgather"])
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
 def test_the_ranks_together_predict_every_token_once_from_where_it_can_be_predicted(layout, cp_size):

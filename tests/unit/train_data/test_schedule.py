@@ -152,6 +152,16 @@ def test_reference_distribution_fills_its_micro_batches():
     assert packing_efficiency(schedule, lengths, cp_size=2, pad_multiple=128) > 0.995
 
 
+def test_a_sample_above_the_budget_stands_alone_and_whole():
+    schedule = build_dp_schedule(
+        config(dp_size=1, max_tokens_per_gpu=400), LENGTHS, global_batch_size=8, rollout_indices=list(range(8))
+    )
+    (partition,), (micro_batches,) = schedule.partitions, schedule.micro_batch_indices
+    alone = [partition[indices[0]] for indices in micro_batches if len(indices) == 1]
+    assert {position for position, length in enumerate(LENGTHS) if length > 400} <= set(alone)
+    assert sorted(partition) == list(range(8))
+
+
 def test_old_path_takes_args_and_answers_with_assertion_errors():
     from slime.utils.dp_schedule import build_dp_schedule as old_build
 

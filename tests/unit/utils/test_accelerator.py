@@ -21,6 +21,12 @@ def test_without_an_accelerator_the_cpu_answers():
     accelerator.empty_cache()
 
 
+def test_what_has_no_name_here_is_torchs():
+    assert accelerator.Stream is torch.cpu.Stream
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        accelerator.no_such_thing  # noqa: B018
+
+
 def test_the_kind_may_be_named(monkeypatch):
     monkeypatch.setenv("SLIME_ACCELERATOR", "cuda")
     assert accelerator.device_type() == "cuda" and not accelerator.is_available()

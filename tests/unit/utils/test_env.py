@@ -43,6 +43,12 @@ def test_a_variable_that_is_no_number_is_named_with_its_value(monkeypatch, value
     )
 
 
+@pytest.mark.parametrize(("value", "number"), [("", 7), ("  ", 7), ("0", 0), (" 64 ", 64)])
+def test_a_variable_that_is_a_number_is_read_and_an_empty_one_is_the_default(monkeypatch, value, number):
+    monkeypatch.setenv("SLIME_SCRIPT_NUM_NODES", value)
+    assert env.get_int("SLIME_SCRIPT_NUM_NODES", 7) == number
+
+
 def test_a_switch_that_says_neither_is_refused(monkeypatch):
     monkeypatch.setenv("SLIME_PREFER_IPV6", "perhaps")
     with pytest.raises(ConfigError, match="SLIME_PREFER_IPV6 is 'perhaps'; it must be 1 .yes. or 0 .no., or unset"):

@@ -231,3 +231,14 @@ def test_any_trains_the_reasoning_that_the_template_shows_and_not_what_a_prompt_
     messages[3].pop("reasoning_content")
     assert trained("qwen3", enable_thinking=False) == ["b<|im_end|>", "d<|im_end|>"]
     assert trained("qwen3") == ["b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"]
+
+
+def test_a_type_that_trains_no_end_of_a_turn_says_so_once(caplog):
+    generator = MultiTurnLossMaskGenerator(tokenizer_of("glm4"), "qwen")
+    for _ in range(2):
+        generator.get_loss_mask([ask("a"), say("b")])
+    [warning] = [one for one in caplog.messages if "the model does not learn to stop" in one]
+    assert "--loss-mask-type qwen" in warning and "--loss-mask-type any" in warning
+    caplog.clear()
+    MultiTurnLossMaskGenerator(tokenizer_of("glm4"), "any").get_loss_mask([ask("a"), say("b")])
+    assert not caplog.messages

@@ -17,7 +17,7 @@ import torch
 
 from slime.backends.megatron_utils.checkpoint import common_state
 from slime.observability import telemetry, text_log
-from slime.utils.redaction import REDACTED, redacted, redacted_words
+from slime.utils.redaction import REDACTED, redacted, redacted_text, redacted_words
 
 KEY = "k3yOfNobody42"
 """Has no form of its own: it is found by the name of its place."""
@@ -135,3 +135,23 @@ def test_no_log_line_holds_a_secret(args, capsys):
     said = capsys.readouterr().out
     assert "it failed" in said and "LANG=C" in said
     assert_absent(said)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"max_tokens": 5, "token_id": 7, "token": 3, "eos_token": "</s>", "token_2": "<pad>", "no_job_secret": True},
+        {"tokenizer": "hf/Qwen3-Next-80B", "hf_checkpoint": "/models/hf_Qwen3Next80B", "job_secret_file": "/a/secret"},
+        {"prompt": "The secret is out: basic training of sk-learn, the token: a word. Author: me. Bearer bonds."},
+        {"url": "http://10.0.0.1:30000/generate?n=3&input_key=prompt", "mail": "me@host", "path": "/a@b/c"},
+        {"command": ["train.py", "--input-key", "prompt", "--lr", "1e-6"], "pair": ["input_key", "label_key"]},
+        {"json": '{"input_key": "a", "pad_token": "x" }', "yaml": "max_tokens: 5\nstop_token_ids:\n- 3"},
+        {"log": "listening, guarded by the job's secret: router default", "flag": "--no-job-secret: whoever asks"},
+        {"wandb_key": None, "sglang_api_key": "", "router_control_plane_api_keys": []},
+        ["x", 1, 2.5, None, True, (1, "a"), {"b"}, torch.float32, Path("a/b"), b"abc", float, np.arange(3)],
+    ],
+    ids=lambda value: next(iter(value)),
+)  # fmt: skip
+def test_what_is_no_secret_stays_as_it_is(value):
+    assert str(redacted(value)) == str(value)
+    assert redacted_text(str(value)) == str(value)

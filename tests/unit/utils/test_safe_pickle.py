@@ -129,6 +129,11 @@ def test_damage_is_an_error_with_the_file(damage, write, tmp_path):
         read_torch_file(path) if write is as_torch_file else load_pickle(path.read_bytes(), where=path)
 
 
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataError, match="nothing.pt cannot be read"):
+        read_torch_file(tmp_path / "nothing.pt")
+
+
 def nested(levels: int) -> bytes:
     """A list of ten times one list of ten times ...: a few bytes each, and 10**levels items for who walks over it."""
     code = b"\x80\x04]q\x00"
@@ -242,6 +247,15 @@ def test_lengths_that_lie_and_operations_of_code_are_one_error(name, memory):
 def test_an_archive_whose_parts_lie_is_one_error(data, memory):
     with pytest.raises(DataError, match="file holds|is cut or damaged"):
         load_torch(data, where="file")
+
+
+def test_an_image_of_a_file_comes_back_from_its_pixels(tmp_path):
+    image_module = pytest.importorskip("PIL.Image")
+    image_module.new("P", (4, 3), 7).save(tmp_path / "a.png")
+    with image_module.open(tmp_path / "a.png") as image:
+        data, pixel = pickle.dumps(image), image.getpixel((3, 2))
+    back = load_pickle(data, where="file")
+    assert type(back) is image_module.Image and back.mode == "P" and back.getpixel((3, 2)) == pixel
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])

@@ -138,6 +138,18 @@ def test_lists_grow_in_place_for_whoever_holds_them():
     assert mask == [1] and new == [7]
 
 
+@pytest.mark.parametrize("status", Sample.Status)
+def test_a_status_may_be_set_as_text(status):
+    sample = Sample(status=status.value)
+    assert sample.status is status
+    sample.status = Sample.Status.PENDING
+    sample.status = status.value
+    assert sample.status is status
+    for twin in (copy.copy(sample), copy.deepcopy(sample), pickle.loads(pickle.dumps(sample))):
+        assert twin.status is status
+    assert Sample.from_dict(sample.to_dict()).status is status
+
+
 @pytest.mark.parametrize("status", ["complete", "COMPLETED", None, 3, ["completed"]])
 def test_a_status_that_is_none_is_refused_with_its_value(status):
     sample = Sample()
@@ -147,6 +159,27 @@ def test_a_status_that_is_none_is_refused_with_its_value(status):
     with pytest.raises(ValueError, match="must be one of"):
         Sample(status=status)
     assert sample.status is Sample.Status.PENDING
+
+
+@pytest.mark.parametrize(
+    ("accepted", "drafted"),
+    [("spec_num_correct_drafts", "spec_num_proposed_drafts"), ("spec_accept_token_num", "spec_draft_token_num")],
+    ids=["SGLang 0.5.15", "before"],
+)
+def test_speculation_is_counted_when_the_engine_speculates(accepted, drafted):
+    sample = Sample()
+    meta = {
+        "finish_reason": {"type": "stop"},
+        accepted: 3,
+        drafted: 4,
+        "spec_verify_ct": 2,
+        "completion_tokens": 5,
+    }
+    args = Namespace(sglang_speculative_algorithm="EAGLE")
+    sample.append_response_tokens(args, tokens=[7], log_probs=[-0.1], meta_info=meta)
+    assert sample.spec_info.spec_accept_rate == 0.75
+    assert sample.spec_info.spec_accept_length == 2.5
+    assert Sample.SpecInfo().spec_accept_rate == Sample.SpecInfo().spec_accept_length == 0.0
 
 
 def test_a_sample_and_its_extra_attributes_survive_a_dict():

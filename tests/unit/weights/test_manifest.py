@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -36,6 +37,21 @@ def test_tensors_that_are_alike_share_their_shapes_and_slices_in_the_text_form()
     assert content["kinds"] == [[[4, 3], "bfloat16"], [[3], "float32"]]
     assert content["slices"] == [[[0, 0], [4, 3]], [[0], [3]]]
     assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def test_constant_buckets_are_named_in_the_text_form():
+    plain = two_halves()
+    manifest = dataclasses.replace(plain, buckets=(dataclasses.replace(plain.buckets[0], is_constant=True),))
+    assert Manifest.from_json(manifest.to_json()) == manifest and manifest.constants == (0,)
+    assert manifest.id != plain.id and plain.constants == ()
+
+
+def test_whole_tensors_lie_behind_each_other_at_aligned_offsets():
+    entries, bucket = pack_whole(iter([("a", (3,), torch.bfloat16), ("b", (2, 2), torch.float32)]))
+    assert [entry.dtype for entry in entries] == ["bfloat16", "float32"]
+    assert [piece.offset for piece in bucket.slices] == [0, ALIGNMENT]
+    assert bucket.num_bytes == ALIGNMENT + 16
+    Manifest(tuple(entries), (bucket,))
 
 
 def test_a_piece_outside_of_its_tensor_is_refused():

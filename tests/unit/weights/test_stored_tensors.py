@@ -56,6 +56,22 @@ def test_a_file_that_was_cut_off_is_refused(folder, keep):
         read_layout(folder)
 
 
+@pytest.mark.parametrize("file", ["..", "", "/etc/passwd", "a/../../b.safetensors", 5, None])
+def test_an_index_leads_to_no_file_elsewhere(folder, file):
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(DataError, match="index"):
+        read_layout(folder)
+
+
+def test_a_file_that_is_a_link_out_of_the_folder_is_refused(folder, tmp_path):
+    outside = folder / "elsewhere"
+    outside.mkdir()
+    (folder / "part-0.safetensors").rename(outside / "x.safetensors")
+    (folder / "part-0.safetensors").symlink_to(outside / "x.safetensors")
+    with pytest.raises(DataError, match=r"part-0\.safetensors is a link to .*elsewhere"):
+        read_layout(folder)
+
+
 def test_the_cache_of_the_hub_keeps_its_files_behind_links(folder, tmp_path):
     snapshot, blobs = tmp_path / "hub/snapshots/abc", tmp_path / "hub/blobs"
     snapshot.mkdir(parents=True)
@@ -75,4 +91,20 @@ def test_an_index_and_its_files_must_agree(folder):
     names |= {name: "part-1.safetensors" for name in list(TENSORS)[6:]} | {last: "part-1.safetensors"}
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": names}))
     with pytest.raises(DataError, match=r"and it is in part-1\.safetensors"):
+        read_layout(folder)
+
+
+def test_an_index_leaves_nothing_of_its_model_out(folder):
+    names = sorted(TENSORS)
+    files = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: TENSORS[name] for name in names if files[name] == file}, folder / file)
+    index = folder / INDEX_FILE
+    index.write_text(json.dumps({"weight_map": files}))
+    assert read_layout(folder).keys() == TENSORS.keys(), "files of another name are not of this model"
+    index.write_text(json.dumps({"weight_map": {name: files[name] for name in names[1:]}}))
+    with pytest.raises(DataError, match=f"index.json leaves out {names[0]}, which .*model-00001-of-00002"):
+        read_layout(folder)
+    index.write_text(json.dumps({"weight_map": {n: file for n, file in files.items() if "00001-of" in file}}))
+    with pytest.raises(DataError, match=r"index.json leaves out model-00002-of-00002\.safetensors"):
         read_layout(folder)

@@ -13,6 +13,7 @@ from slime.weights.tensor_slice import (
     StridedSlice,
     TensorSlice,
     clip,
+    merged,
     slice_written,
 )
 
@@ -73,6 +74,14 @@ def test_a_diagonal_is_no_slice():
         clip(copy, StridedSlice.whole((12, 6)), StridedSlice.packed(TensorSlice((0, 0), (12, 6))))
 
 
+def test_merging_leaves_few_dimensions():
+    tensor = torch.zeros(4, 3, 5)
+    assert merged(copy_between(torch.zeros(4, 3, 5), tensor)).shape == (60,)
+    assert merged(copy_between(torch.zeros(4, 3, 5)[:, :2], tensor[:, :2])).shape == (4, 10)
+    assert merged(copy_between(torch.zeros(3, 4, 5), tensor.transpose(0, 1))).shape == (3, 4, 5)
+    assert merged(copy_between(torch.zeros(1, 5), tensor[2, 1])).shape == (5,)
+
+
 @pytest.mark.parametrize(
     ("name", "start", "shape"),
     [
@@ -93,3 +102,10 @@ def test_the_slice_that_a_copy_writes(name, start, shape):
     view.copy_(source)
     part = target[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]]
     assert torch.equal(source.reshape(-1).as_strided(held.shape, held.strides, held.offset).float(), part)
+
+
+def test_what_is_no_single_slice_is_said_to_be_none():
+    target = torch.zeros(12, 6)
+    for view in (target[::2], target.view(3, 4, 6)[:, 1:3]):
+        with pytest.raises(NotRectangularError):
+            slice_written(copy_between(view, torch.zeros(view.shape)), StridedSlice.whole((12, 6)))

@@ -263,3 +263,19 @@ def test_a_push_leaves_what_an_engine_has_that_starts_from_the_folder(
             assert got[1] == here[1], "CUDA graphs read the addresses that they were captured with"
     alike = {key for key, value in started[0][0][0].items() if value == started[1][0][0][key]}
     assert not [key for key in alike if "weight_packed" in key or key.endswith("weight")]
+
+
+def spoil(rank: Any) -> None:
+    """Runs on a rank: its last layer could not be repacked."""
+    vars(rank.model)["_slime_repacked_layers"][-1].problem = "it is another" if rank.tp_rank else ""
+
+
+def test_an_engine_that_cannot_repack_refuses_the_push_and_says_why(model: LoadedModel, tmp_path: Path) -> None:
+    family, sizes, recipe = REPACKED["rows"]
+    tensors = converted(tmp_path / "first", case_of(family, **SIZES, **sizes), recipe)
+    model.call(as_on_an_h100, "auto")
+    model.swap(tmp_path / "first", has_weights=True)
+    model.call(spoil)
+    manifest = whole_buckets(tensors)
+    with pytest.raises(WeightSyncError, match=r"rank 1: begin_weight_update: SGLang has repacked 1 layers.*another"):
+        model.begin_weight_update(manifest.id, "refused", manifest.to_json())

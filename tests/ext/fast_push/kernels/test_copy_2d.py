@@ -50,3 +50,9 @@ def test_matrices_have_every_element_of_the_rectangle(seed: int):
 def test_aligned_rows_become_words():
     words = in_words(Copy2D(32, (64, 1), 64, (32, 1), 5, 24), 2)
     assert words == [Copy2D(32, (32, 1), 64, (16, 1), 5, 12)]
+
+
+def test_a_long_row_becomes_lines_and_a_rest():
+    lines, rest = in_words(Copy2D(0, (0, 1), 16, (0, 1), 1, 2 * 1000), 4) or []
+    assert (lines.rows, lines.columns, lines.src_strides) == (3, 512, (512, 1))
+    assert (rest.src, rest.dst, rest.rows, rest.columns) == (3 * 2048, 16 + 3 * 2048, 1, 2000 - 1536)

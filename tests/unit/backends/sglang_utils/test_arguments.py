@@ -90,3 +90,23 @@ def test_older_spellings_of_expert_parallelism_still_mean_it(parser):
 def test_what_cannot_work_is_refused_with_its_flags(parser, line, message):
     with pytest.raises(ConfigError, match=message):
         check_sglang_arguments(parser.parse_args(line.split()))
+
+
+def test_long_names_and_short_names_agree(parser):
+    sizes = "--sglang-expert-parallel-size 4 --sglang-data-parallel-size 2"
+    args = parse(parser, f"--rollout-num-gpus-per-engine 4 {sizes} --sglang-enable-dp-attention")
+    assert (args.sglang_ep_size, args.sglang_expert_parallel_size) == (4, 4)
+    assert (args.sglang_dp_size, args.sglang_data_parallel_size) == (2, 2)
+
+
+def test_nsa_spellings_are_dsa(parser):
+    args = parse(
+        parser,
+        "--sglang-nsa-decode-backend flashmla_kv --sglang-nsa-prefill-backend flashmla_sparse "
+        "--sglang-attention-backend nsa",
+    )
+    assert (args.sglang_dsa_decode_backend, args.sglang_dsa_prefill_backend) == ("flashmla_kv", "flashmla_sparse")
+
+
+def test_ipv6_routers_are_bracketed(parser):
+    assert parse(parser, "--sglang-router-ip ::1 --sglang-router-port 3000").sglang_router_ip == "[::1]"

@@ -134,6 +134,14 @@ def make_run(base: Path, name: str, age_s: float) -> Path:
     return folder
 
 
+def test_a_run_that_still_writes_stays_however_old_it_is(tmp_path):
+    old = make_run(tmp_path, "run-old", age_s=10 * DAY_S)
+    make_run(tmp_path, "run-new", age_s=DAY_S)
+    (old / "engine.log").write_text("still here")
+    child_process.remove_old_runs(tmp_path, keep=0)
+    assert list(tmp_path.iterdir()) == [old]
+
+
 def test_a_new_run_makes_its_folder_and_clears_away(temp, monkeypatch):
     base = temp / f"slime-{os.getuid()}"
     for i in range(child_process.KEEP_RUNS + 3):
@@ -158,6 +166,13 @@ def test_a_link_in_the_place_of_a_folder_of_logs_is_not_followed(temp, monkeypat
     (base / "run-old").symlink_to(target / "run-precious")  # not followed where old runs are removed
     child_process.remove_old_runs(base, keep=0)
     assert (target / "run-precious/engine.log").read_text() == "x" and len(list(target.iterdir())) == 1
+
+
+def test_libraries_of_a_child_have_a_temporary_folder_of_this_user_alone(temp, tmp_path, monkeypatch):
+    (tmp_path / "show_temp.py").write_text("import tempfile; print(tempfile.gettempdir())")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = ChildProcess("show_temp", {}, name="x", extra_environment={})
+    assert f"{temp}/slime-{os.getuid()}" in wait_for_end(child).splitlines()
 
 
 FAMILY = """

@@ -32,6 +32,13 @@ def test_every_name_of_a_stubbed_package_imports(stubs):
         importlib.import_module("absent_elsewhere")
 
 
+def test_calling_a_stub_says_what_is_missing(stubs):
+    from absent_kernels import rmsnorm
+
+    with pytest.raises(NotImplementedError, match="absent_kernels.rmsnorm was called"):
+        rmsnorm(1)
+
+
 def test_another_sglang_is_refused(monkeypatch):
     monkeypatch.setattr(cpu_shim.importlib.metadata, "version", lambda name: "0.5.99")
     with pytest.raises(ConfigError, match="sglang 0.5.99 is installed"):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slime.backends.sglang_utils.external_engines import describe
-from slime.backends.sglang_utils.server_args import own_dtype
+from slime.backends.sglang_utils.server_args import own_dtype, served_dtype
 from slime.ray.engines import models
 
 PRECISIONS = {"bf16": False, "fp16": False, "fp32": False}
@@ -29,6 +30,24 @@ def test_an_engine_of_the_job_has_the_trainers_dtype_unless_a_flag_says_otherwis
     precision: str, asked: str | None, dtype: str
 ) -> None:
     assert own_dtype(Namespace(**{**PRECISIONS, precision: True}), asked) == dtype
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, "auto", "bfloat16"),
+        ({"torch_dtype": "float16"}, "auto", "float16"),
+        ({"text_config": {"dtype": "bfloat16"}}, "auto", "bfloat16"),
+        ({"dtype": "float32", "model_type": "qwen3"}, "auto", "float16"),
+        ({"dtype": "float32", "model_type": "gemma3_text"}, "auto", "bfloat16"),
+        ({}, "auto", "float16"),
+        ({"dtype": "bfloat16"}, "float32", "float32"),
+    ],
+)
+def test_auto_is_what_sglang_makes_of_it(tmp_path: Path, config: dict[str, Any], asked: str, dtype: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert served_dtype(asked, str(tmp_path)) == dtype
+    assert served_dtype("auto", str(tmp_path / "nowhere")) == ""
 
 
 def test_a_groups_override_and_an_external_engines_answer_win(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from slime.backends.sglang_utils import external_engines
 from slime.backends.sglang_utils.external_engines import check_capabilities, describe, discover, normalise
 from slime.utils.errors import ConfigError
 from slime.utils.net import get_free_port
+from tests.scripted_engine.server import ScriptedEngine
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "https://host:1", "http://host:1/path", "host:port", ":3"])
@@ -37,6 +38,15 @@ def test_kind_and_size_follow_from_what_it_tells(info, worker_type, num_gpus, bo
         num_gpus,
         bootstrap_port,
     )
+
+
+def test_every_engine_is_asked():
+    with ScriptedEngine() as first, ScriptedEngine() as second:
+        found = discover([f"{first.host}:{first.port}", second.url])
+    assert [(info.url, info.worker_type, info.num_gpus) for info in found] == [
+        (first.url, "regular", 1),
+        (second.url, "regular", 1),
+    ]
 
 
 def test_an_engine_that_does_not_answer_is_named(monkeypatch):

@@ -93,6 +93,17 @@ def test_a_decode_engine_is_told_once_that_the_prefill_half_was_aborted(decode_i
     assert not prefill.request_status and not prefill.transfer_infos and not halves._alone
 
 
+def test_a_decode_half_that_comes_between_an_abort_and_its_end_is_told() -> None:
+    prefill = Prefill()
+    sender = prefill.own_half_comes()
+    CommonKVSender.abort(sender)
+    halves.end_sender(None, sender)
+    prefill.decode_half_comes()
+    assert prefill.check_status(ROOM) == KVPoll.Failed
+    clear(sender)
+    assert prefill.told == [(ROOM, KVPoll.Failed)] and not prefill.request_status
+
+
 def test_a_prefill_half_that_comes_after_the_abort_of_the_other_fails() -> None:
     prefill = Prefill()
     socket = halves.GuardedSocket("tcp://10.0.0.2:1", SimpleNamespace(setsockopt=print, send_multipart=print))

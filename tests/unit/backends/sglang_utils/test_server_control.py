@@ -50,6 +50,15 @@ def scripted():
     server.shutdown()
 
 
+def test_json_is_parsed_and_text_is_given_as_it_is(scripted):
+    url, answers, asked = scripted
+    answers += [(200, '{"a": 1}'), (200, "Cache flushed.")]
+    server = ServerControl(url, api_key="secret")
+    assert server.post("/x", {"b": 2}) == {"a": 1}
+    assert server.get("/y") == "Cache flushed."
+    assert asked == [("POST", "/x", '{"b": 2}', "Bearer secret"), ("GET", "/y", "", "Bearer secret")]
+
+
 def test_a_refusal_carries_status_and_reason(scripted):
     url, answers, _ = scripted
     answers.append((400, '{"message": "no such group"}'))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from slime.backends.sglang_utils import cpu_shim, sglang_engine, sglang_plugin
 from slime.backends.sglang_utils.cpu_shim import weights_checker
@@ -143,3 +144,18 @@ def test_ids_with_images_reach_the_join_with_an_encoders_features_and_texts_stay
     seen = sglang_plugin._receive_images(lambda *values: values, "receiver", waiting, "class")
     assert seen == ("receiver", waiting, "class")
     assert [getattr(request, "input_text", 0) for request in waiting] == [[5, 6], "a", None, 0]
+
+
+def test_a_flush_forgets_the_features_of_images():
+    cpu_shim.install()
+    from sglang.srt.managers import mm_utils
+    from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
+
+    mm_utils.init_mm_embedding_cache(1 << 20)
+    mm_utils.embedding_cache.set(5, EmbeddingResult(embedding=torch.ones(2, 3)))
+    sglang_plugin._forget_images(False, None)
+    assert mm_utils.embedding_cache.get_single(5) is not None
+    sglang_plugin._forget_images(True, None)
+    assert mm_utils.embedding_cache.get_single(5) is None and len(mm_utils.embedding_cache) == 0
+    mm_utils.embedding_cache = None
+    sglang_plugin._forget_images(True, None)  # a model of text

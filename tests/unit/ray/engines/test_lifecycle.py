@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from slime.backends.sglang_utils.router_process import RouterHandle
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.ray.engines import group as group_module
 from slime.ray.engines.actor import EngineAddress, PortCursors
@@ -198,6 +199,18 @@ def test_no_push_begins_beside_an_engine_that_was_given_up_and_may_serve_on():
         fleet.weights.push_started()
 
 
+def test_an_engine_that_is_killed_while_it_is_described_is_left_out(monkeypatch):
+    fleet, group = make_fleet(2, "refill")
+
+    def actors_of(index: int) -> list[Any]:
+        actors = [None if index else "engine"]
+        group.all_engines[index] = None
+        return actors
+
+    monkeypatch.setattr(group, "actors_of", actors_of)
+    assert fleet.weights.updatable().handles == ["engine"]
+
+
 def test_refill_restarts_the_engine_that_refused_a_push():
     fleet, group = make_fleet(2, "refill")
     push(fleet, REFUSAL)
@@ -258,6 +271,22 @@ def test_weights_that_no_push_brings_back_are_kept_while_the_memory_is_released(
         assert EngineGroup._launch(group, [0], register=True) == ["ref"]
     kept = [given["sglang_overrides"].get("enable_weights_cpu_backup") for given in started]
     assert kept == [None, None, True, None]
+
+
+def test_the_metrics_page_learns_of_engines_that_serve_and_of_evictions():
+    fleet, group = make_fleet(3, "refill")
+    group.urls[:] = ["http://a:1", "http://b:1", "http://c:1"]
+    fleet.servers[0].router = RouterHandle("r", 2, None, 9)
+    push(fleet, REFUSAL)
+    group.report(2, EVENT.DIED, "it is gone")
+    group.states[2] = STATE.RESTARTING  # as long as it takes
+    state = fleet.job_state()
+    assert [(page.url, dict(page.labels)) for page in state.pages] == [
+        ("http://127.0.0.1:9/metrics", {"router": "m"}),
+        ("http://a:1/metrics", {"engine": "0", "worker_type": "regular", "slime_model": "m"}),
+        ("http://b:1/metrics", {"engine": "1", "worker_type": "regular", "slime_model": "m"}),
+    ]
+    assert (state.engine_states, state.num_evictions) == ({"serving": 1, "updating": 1, "restarting": 1}, 2)
 
 
 def test_drop_goes_on_without_it_until_none_is_left():

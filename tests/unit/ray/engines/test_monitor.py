@@ -115,3 +115,13 @@ def test_a_paused_engine_is_not_asked_and_its_silence_does_not_count(start):
     monitor.resume()
     wait_until(lambda: group.engines[0].num_asked > asked)
     assert group.failed is None
+
+
+def test_an_engine_that_is_being_registered_is_not_asked(start):
+    monitor, group = start(0.1)
+    group.engines[0].is_well, group.is_listed[0] = False, False
+    monitor.resume()
+    wait_until(lambda: group.engines[1].num_asked > 3)
+    assert group.engines[0].num_asked == 0 and group.failed is None
+    group.is_listed[0] = True
+    wait_until(lambda: group.failed)

@@ -159,6 +159,15 @@ def test_work_that_a_grader_cancels_is_a_failure_and_not_the_end_of_its_caller()
     assert asyncio.run(main()) == 1
 
 
+def test_waiting_for_a_thread_does_not_count_against_the_deadline():
+    threads = GraderThreads(num_threads=1)
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*(threads.run(time.sleep, 0.05, timeout_s=1.4) for _ in range(30)))
+
+    assert asyncio.run(main()) == [None] * 30
+
+
 def test_a_built_in_grader_that_fails_or_hangs_gives_zero(monkeypatch):
     hanging = dict(rm_hub._GRADERS, math=lambda sample: time.sleep(1.0), f1=lambda sample: 1 / 0)
     monkeypatch.setattr(rm_hub, "_GRADERS", hanging)

@@ -6,6 +6,7 @@ import inspect
 import shlex
 import subprocess
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +55,21 @@ def test_a_job_gets_the_models_flags_then_the_scripts_and_its_variables(commands
     assert flags[flags.index("--num-layers") + 1] == "36"
 
 
+def test_several_nodes_another_script_and_no_model(commands):
+    order: list[str] = []
+    U.execute_train(
+        "--x",
+        4,
+        None,
+        train_script="train_async.py",
+        before_ray_job_submit=lambda: order.append("before" if not commands else "late"),
+        config=U.ExecuteTrainConfig(num_nodes=2, cuda_core_dump=True),
+    )
+    assert order == ["before"] and "source scripts/nodes.sh && start_nodes 2 4" in commands[0]
+    assert "CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1" in commands[0] and "MODEL_ARGS" not in commands[0]
+    assert commands[0].endswith("submit_job train_async.py --x")
+
+
 def test_an_unknown_model_is_named_with_the_known_ones(commands):
     with pytest.raises(ConfigError, match="qwen4.*qwen3-4B"):
         U.execute_train("", 8, "qwen4")
@@ -86,6 +102,15 @@ def test_a_checkpoint_is_converted_once(commands, tmp_path, monkeypatch):
     (tmp_path / "M_torch_dist" / "latest_checkpointed_iteration.txt").write_text("release")
     U.convert_checkpoint("M", "qwen3-4B", 8, dir_dst=str(tmp_path))
     assert len(commands) == 2
+
+
+def test_small_things(monkeypatch):
+    assert (U.repo_base_dir / "train.py").is_file()
+    assert Path(U.save_to_temp_file("text", "yaml")).read_text() == "text"
+    assert U.create_run_id() != "" and U.NUM_GPUS_OF_HARDWARE["H100"] == 8
+    monkeypatch.setenv("SOME_SWITCH", "1")
+    assert U.get_bool_env_var("SOME_SWITCH") and not U.get_bool_env_var("NO_SUCH_SWITCH")
+    assert U.get_bool_env_var("NO_SUCH_SWITCH", "true") and not U.get_env_enable_infinite_run()
 
 
 @dataclass

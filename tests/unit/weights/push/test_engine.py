@@ -10,6 +10,7 @@ import pytest
 
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
+from slime.utils.errors import ProcessError
 from slime.weights.push.engine import EngineProxy
 
 ARGUMENTS: dict[str, Any] = {
@@ -60,6 +61,30 @@ def test_the_actor_takes_what_the_client_sends(name: str) -> None:
 
     arguments, keywords = ARGUMENTS.get(name, ([], {}))
     assert getattr(Direct(Signatures()), name)(*arguments, **keywords) is not None
+
+
+def test_arguments_that_are_none_stay_away_from_the_server() -> None:
+    actor = Actor()
+    engine = Direct(actor)
+    engine.update_weights_from_disk("/hf", "3")
+    engine.post_process_weights(post_process_quantization=True)
+    engine.update_weights_from_tensor(["handle"], load_format="flattened_bucket")
+    assert actor.posted == [
+        ("/update_weights_from_disk", {"model_path": "/hf", "weight_version": "3"}),
+        ("/post_process_weights", {"restore_weights_before_load": False, "post_process_quantization": True}),
+        (
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": ["handle"], "load_format": "flattened_bucket", "flush_cache": False},
+        ),
+    ]
+
+
+def test_a_group_that_the_server_does_not_know_is_no_error() -> None:
+    class Restarted(Actor):
+        def post(self, path: str, payload: Any) -> Any:
+            raise ProcessError("400: no such group")
+
+    Direct(Restarted()).destroy_weights_update_group("g")
 
 
 def test_an_extension_runs_its_own_requests_on_the_actor() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.utils.errors import EngineError, WeightSyncError
-from slime.weights.push.participants import Participants, PushClock, wait_together
+from slime.weights.push.participants import Participants, PushClock, start_all, wait_together
 
 
 @dataclass
@@ -37,6 +37,9 @@ class Engine:
         return self.answer
 
 
+CLOCK = PushClock(60)
+
+
 def test_an_engine_gets_half_of_the_time_that_is_left() -> None:
     assert PushClock(10).step_s == pytest.approx(5, abs=0.1)
     late = PushClock(10, started_s=time.monotonic() - 8)
@@ -54,6 +57,22 @@ def test_those_that_do_not_answer_are_excluded_with_the_reason_and_asked_no_more
     assert "no answer" in participants.excluded[1].reason
     assert participants.good == engines[:1]
     assert participants.ask("flushing", lambda engine: engine.ping()) == {0: "fine"}
+
+
+def test_the_first_reason_counts_and_ranks_share_what_they_met() -> None:
+    participants = Participants([Engine(0), Engine(1)], CLOCK)
+    participants.exclude(1, "first")
+    participants.exclude(1, "second")
+    participants.merge([{1: "other"}, {0: "seen elsewhere"}])
+    assert {engine.index: engine.reason for engine in participants.excluded} == {0: "seen elsewhere", 1: "first"}
+
+
+def test_a_request_that_cannot_even_be_sent_fails_when_it_is_waited_for() -> None:
+    def call(engine: Engine) -> Answer:
+        raise OSError("no connection")
+
+    with pytest.raises(OSError, match="no connection"):
+        start_all([Engine(0)], call)[0].wait(1)
 
 
 def test_the_first_failure_frees_those_that_wait_for_it() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from slime.utils.errors import DataError
+from slime.weights.quantize import block_fp8
 from slime.weights.quantize.block_fp8 import (
     FP8,
     dequantize_block,
@@ -40,6 +41,26 @@ def test_blocks_equal_the_numpy_reference_bit_for_bit(shape, dtype):
     assert tuple(scale.shape) == num_blocks(*shape)
     assert np.array_equal(scale.numpy(), expected_scale)
     assert np.array_equal(as_bytes(quantized), expected)
+
+
+@pytest.mark.parametrize("block", [(64, 32), (1, 128), (3, 7)])
+def test_blocks_of_other_sizes_equal_the_reference_too(block):
+    weight = random_weight(70, 150)
+    quantized, scale = quantize_block(weight, block)
+    expected, expected_scale = quantize(weight, block)
+    assert np.array_equal(scale.numpy(), expected_scale)
+    assert np.array_equal(as_bytes(quantized), expected)
+
+
+def test_work_in_panels_changes_nothing(monkeypatch):
+    weight = random_weight(700, 300)
+    whole = quantize_block(weight)
+    values = dequantize_block(*whole)
+    monkeypatch.setattr(block_fp8, "PANEL_ELEMENTS", 1)
+    in_panels = quantize_block(weight)
+    assert np.array_equal(as_bytes(whole[0]), as_bytes(in_panels[0]))
+    assert torch.equal(whole[1], in_panels[1])
+    assert torch.equal(dequantize_block(*whole), values)
 
 
 def test_blocks_of_zeros_stay_zeros_and_have_a_scale():

@@ -5,7 +5,7 @@ import torch
 
 from slime.utils.errors import DataError
 from slime.weights.quantize.block_fp8 import FP8
-from slime.weights.quantize.formats import TensorFp8, is_quantized_offline, read_weight
+from slime.weights.quantize.formats import TensorFp8, is_quantized_offline, modules_to_not_convert, read_weight
 
 QUANTIZED = (
     "model.layers.0.self_attn.q_proj.weight",
@@ -51,6 +51,20 @@ def test_matrices_of_attention_mlp_and_experts_are_quantized(name):
 @pytest.mark.parametrize("name", KEPT)
 def test_the_rest_is_kept(name):
     assert not is_quantized_offline(name)
+
+
+def test_the_config_names_the_matrices_that_are_kept():
+    assert modules_to_not_convert([*QUANTIZED, *KEPT]) == [
+        "lm_head",
+        "model.embed_tokens",
+        "model.layers.0.self_attn.indexer.weights_proj",
+        "model.layers.3.mlp.gate",
+        "model.layers.3.mlp.shared_expert_gate",
+        "model.layers.61.eh_proj",
+        "model.layers.61.embed_tokens",
+        "model.layers.61.shared_head.head",
+        "model.mtp_layers.0.input_proj",
+    ]
 
 
 def test_a_weight_with_more_scales_than_the_config_says_is_named():

@@ -144,3 +144,21 @@ def test_torch_does_not_end_the_trainer_for_a_broadcast_that_an_engine_of_sglang
     group.form(engines, Participants(engines, CLOCK))
     assert (wire.settings, env.get_str(NCCL_ERROR_HANDLING)) == (["0"], before)
     c10d.destroy_process_group(wire.groups[0])
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def join_update_group(**place: Any) -> str:
+        raise RuntimeError("no NIC is up")
+
+    monkeypatch.setattr(engine_group.sglang, "join_update_group", join_update_group)
+
+
+def test_it_is_told_too_where_an_engine_waited_for_the_trainer_in_vain(
+    caplog: pytest.LogCaptureFixture, no_network: None
+) -> None:
+    engines = [Engine(0, joins=Answer(delay_s=60))]
+    participants = Participants(engines, PushClock(0.4))
+    EngineGroup("slime").form(engines, participants)
+    assert participants.reasons[0].startswith("EngineError: no answer within")
+    assert "the trainer's part in a weight group failed: RuntimeError: no NIC is up" in caplog.text
