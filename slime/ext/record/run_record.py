@@ -21,7 +21,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,11 @@ import psutil
 import torch
 
 from slime.ext.record.flags import record_config
+from slime.ext.record.use_sampler import UseSampler
 from slime.ext.record.writer import RecordWriter
 from slime.flags.observability import tracking_config
+from slime.observability import telemetry
+from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.metrics_file import plain, run_folder
 from slime.observability.telemetry import Sink
 from slime.utils import env
@@ -46,6 +49,8 @@ FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy", "pyarrow", "slime-posttrain")
 ENVIRONMENT = re.compile(r"(SLIME|NCCL|CUDA|SGLANG|OMP|TORCH|PYTORCH|NVTE|HF_HUB)_")
+STEP_SPANS = ("step", "train")
+"""Of the driver, and of a trainer's rank: at their end the use of GPUs and engines is logged."""
 SAME_WARNINGS = 5
 """Times that one warning is recorded in a process."""
 
@@ -62,7 +67,7 @@ class RecordSink(Sink):
     wants = ("details",)
 
     def __init__(self, args: Namespace, process: str, *, primary: bool) -> None:
-        self.config = record_config(args)
+        self.config, self._args = record_config(args), args
         self.writer: RecordWriter | None = None
         self._is_primary = primary
         self._dropped: list[tuple[Sample, str]] = []
@@ -78,6 +83,7 @@ class RecordSink(Sink):
             logger.error("This run is not recorded: %s", error)
             return
         self.writer = RecordWriter(folder, process)
+        self._use = UseSampler(args)
         self._handler = _Warnings(self)
         logging.getLogger("slime").addHandler(self._handler)
 
@@ -88,6 +94,13 @@ class RecordSink(Sink):
     def span(self, name: str, began: float, ended: float, fields: Mapping[str, Any]) -> None:
         if self.writer is not None:
             self.writer.add_span(name, began, ended, fields)
+            if name in STEP_SPANS and "rollout" in fields and (metrics := self._use.metrics()):
+                step = compute_rollout_step(self._args, fields["rollout"])
+                telemetry.log({**metrics, "rollout/step": step}, "rollout/step")
+
+    def offer(self, ask: Callable[[], Any]) -> None:
+        if self.writer is not None:
+            self._use.offer(ask)
 
     def samples(self, kind: str, facts: Mapping[str, Any]) -> None:
         if self.writer is None:
@@ -111,6 +124,7 @@ class RecordSink(Sink):
 
     def close(self) -> None:
         if self.writer is not None:
+            self._use.close()
             logging.getLogger("slime").removeHandler(self._handler)
             self.writer.close()  # its thread still records what its files cost
             if self._is_primary:

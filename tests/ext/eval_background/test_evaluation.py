@@ -161,7 +161,7 @@ class Kept(Sink):
 
 def test_metrics_and_dump_say_the_version_and_a_mixed_data_set_is_left_out(monkeypatch, tmp_path, caplog):
     telemetry.start(Namespace(save=str(tmp_path)), "evaluation", (Kept,))
-    (kept,) = telemetry._Stream.sinks
+    (*_, kept) = telemetry._Stream.sinks
     logged: list[Any] = []
     monkeypatch.setattr(background_eval, "log_eval", lambda args, *what: logged.append(what) or {})
     data = {

@@ -17,7 +17,7 @@ __all__ = ["dropped", "evaluation", "event", "rollout", "span", "start", "stop",
 def start(args: Namespace, process: str, *, primary: bool = False, **flags: Any) -> RecordSink:
     """Begin the record, or join it; ``flags`` are added to ``args``."""
     telemetry.start(Namespace(**vars(args) | flags), process, (RecordSink,), primary=primary)
-    (sink,) = telemetry._Stream.sinks
+    (*_, sink) = telemetry._Stream.sinks
     assert isinstance(sink, RecordSink)
     return sink
 

@@ -36,7 +36,7 @@ def test_the_driver_serves_what_the_run_logs_and_what_the_manager_knows(monkeypa
     job = Job(tmp_path)
     telemetry.start(job.args, "driver", (PrometheusSink,), primary=True)
     telemetry.offer(lambda: train_loop.job_state(job.manager))
-    (sink,) = telemetry._Stream.sinks
+    (*_, sink) = telemetry._Stream.sinks
     assert isinstance(sink, PrometheusSink) and sink.page is not None
     try:
         append_record(tmp_path / "metrics.jsonl", {"rollout/step": 3, "rollout/raw_reward": 0.5, "eval/aime": 0.25})
