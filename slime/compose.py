@@ -31,6 +31,7 @@ SINKS = {
     "record": "slime.ext.record.run_record:RecordSink",
     "record_max_gib": "slime.ext.record.alarms:AlarmSink",  # set wherever the extension is: alarms need no flag
     "prometheus_port": "slime.ext.record.prometheus_page:PrometheusSink",
+    "hub_repository": "slime.ext.hub.push:HubSink",
     "use_wandb": "slime.ext.trackers.sinks:WandbSink",
     "use_tensorboard": "slime.ext.trackers.sinks:TensorboardSink",
     "use_trackio": "slime.ext.trackers.sinks:TrackioSink",

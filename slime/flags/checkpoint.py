@@ -101,7 +101,8 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         "--save-hf",
         type=file_path,
         metavar="TEMPLATE",
-        help="Folder for a Hugging Face export with each save; {rollout_id} in it is replaced.",
+        help="Folder for a Hugging Face export with each save; {rollout_id} in it is replaced. hub:ORG/NAME: a "
+        "repository that gets each of them as a commit.",
     )
 
 

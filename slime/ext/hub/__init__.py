@@ -1,0 +1,1 @@
+"""Exports of a run to the Hugging Face hub."""
