@@ -1,4 +1,4 @@
-"""The command ``slime VERB WORDS``, also ``python -m slime``: runs one of the programs of the checkout."""
+"""The command ``slime VERB WORDS``: runs one of the programs of the checkout."""
 
 from __future__ import annotations
 
@@ -73,8 +73,7 @@ def main(words: Sequence[str] | None = None) -> None:
     elif verb == "convert":
         _run(*_converter(rest))
     elif verb in QUICK_HELP and {"-h", "--help"} & set(rest):
-        lines = ast.get_docstring(ast.parse((ROOT / VERBS[verb][0]).read_text(encoding="utf-8"))) or ""
-        print(lines.replace(f"python {VERBS[verb][0]}", f"slime {verb}"))
+        print(ast.get_docstring(ast.parse((ROOT / VERBS[verb][0]).read_text(encoding="utf-8"))) or "")
     else:
         _run(ROOT / VERBS[verb][0], rest)
 

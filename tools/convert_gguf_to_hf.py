@@ -1,6 +1,6 @@
 """Convert a GGUF file of a Llama, Qwen2 or Gemma 3 to a Hugging Face folder: weights, config, tokenizer, template.
 
-    python tools/convert_gguf_to_hf.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf --output-dir SmolLM2-135M-Instruct
+    slime convert gguf_to_hf --gguf SmolLM2-135M-Instruct.Q4_1.gguf --output-dir SmolLM2-135M-Instruct
 
 transformers dequantises the tensors (every type that the ``gguf`` package knows) and undoes the file's order of query
 and key rows.  The tokenizer is built here from the file's vocabulary: transformers' own conversion cuts Gemma's text

@@ -1,6 +1,6 @@
 """Quantize a Hugging Face model to FP8, shard by shard.
 
-    python tools/convert_hf_to_fp8.py --model-dir MODEL --save-dir MODEL-FP8 \\
+    slime convert hf_to_fp8 --model-dir MODEL --save-dir MODEL-FP8 \\
         --strategy block --block-size 128 128 --max-workers 4
 
 Give the result to ``--hf-checkpoint`` for FP8 rollouts.  The same command resumes an interrupted run.

@@ -1,7 +1,7 @@
 """Quantize a Hugging Face model to four- or eight-bit integers with GPTQ (LLM Compressor), calibrated on data.
 
     pip install llmcompressor==0.14.0.1   # in its own environment: it needs another transformers than slime
-    python tools/convert_hf_to_int4.py --input-dir MODEL --output-dir MODEL-INT4 --data-dir prompts.jsonl \\
+    slime convert hf_to_int4 --input-dir MODEL --output-dir MODEL-INT4 --data-dir prompts.jsonl \\
         --quant-type W4A16 --quant-group-size 32
 
 ``--data-dir`` is a .jsonl or .parquet file, or a folder of such, whose rows have ``messages``, ``text`` or ``prompt``.

@@ -1,6 +1,6 @@
 """Quantize a Hugging Face model to four-bit integers by rounding to nearest, shard by shard.
 
-    python tools/convert_hf_to_int4_direct.py --model-dir MODEL --save-dir MODEL-INT4 --group-size 32 --max-workers 4
+    slime convert hf_to_int4_direct --model-dir MODEL --save-dir MODEL-INT4 --group-size 32 --max-workers 4
 
 The format is compressed-tensors' ``pack-quantized``.  ``convert_hf_to_int4.py`` calibrates on data (GPTQ); this tool
 needs none.  The same command resumes an interrupted run.

@@ -1,6 +1,6 @@
 """Convert a Hugging Face model into a Megatron ``torch_dist`` checkpoint.
 
-    python tools/convert_hf_to_torch_dist.py --hf-checkpoint MODEL --save MODEL_torch_dist
+    slime convert hf_to_torch_dist --hf-checkpoint MODEL --save MODEL_torch_dist
     torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py --hf-checkpoint MODEL --save MODEL_torch_dist
 
 config.json says what the model is; model flags may be given, and must agree.  The checkpoint can be loaded in any

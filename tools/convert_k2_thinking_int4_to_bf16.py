@@ -1,6 +1,6 @@
 """Convert a model in packed integers (compressed-tensors, the format of Kimi-K2-Thinking) to bf16, shard by shard.
 
-    python tools/convert_k2_thinking_int4_to_bf16.py --model-dir Kimi-K2-Thinking --output-dir Kimi-K2-bf16
+    slime convert k2_thinking_int4_to_bf16 --model-dir Kimi-K2-Thinking --output-dir Kimi-K2-bf16
 
 Several machines can share the work: each converts the shards that its ``--files`` names, and the last one to finish
 writes config and index.  The same command resumes an interrupted run.

@@ -1,6 +1,6 @@
 """Convert a gpt-oss folder with experts in MXFP4, as it is published, to bf16, shard by shard.
 
-    python tools/convert_mxfp4_to_bf16.py --model-dir gpt-oss-20b --output-dir gpt-oss-20b-bf16
+    slime convert mxfp4_to_bf16 --model-dir gpt-oss-20b --output-dir gpt-oss-20b-bf16
 
 Engines that take part in training start from the result: weights are pushed to them in bf16.  The numbers are the
 same.  The same command resumes an interrupted run.

@@ -1,6 +1,6 @@
 """Convert a Megatron ``torch_dist`` checkpoint into a Hugging Face folder, in one process and without a GPU.
 
-    python tools/convert_torch_dist_to_hf.py --input-dir RUN/iter_0000012 --output-dir MODEL --origin-hf-dir ORIGINAL
+    slime convert torch_dist_to_hf --input-dir RUN/iter_0000012 --output-dir MODEL --origin-hf-dir ORIGINAL
 
 The model flags are read from the checkpoint (``common.pt``); config, tokenizer and dtypes come from
 ``--origin-hf-dir``.  At any time, one part of the checkpoint and one shard of the result are in memory.

@@ -1,6 +1,6 @@
 """Run ``convert_torch_dist_to_hf`` with threads that read ahead and write in the background.
 
-    python tools/convert_torch_dist_to_hf_parallel.py --input-dir RUN/iter_0000012 --output-dir MODEL \\
+    slime convert torch_dist_to_hf_parallel --input-dir RUN/iter_0000012 --output-dir MODEL \\
         --origin-hf-dir ORIGINAL --load-max-workers 2 --save-max-workers 16
 
 Each reader holds a slice of the checkpoint in memory, each writer a shard (``--chunk-size``) twice.

@@ -1,6 +1,6 @@
 """Say in what two runs differ: settings, versions, and the first step at which samples or numbers do.
 
-    python tools/diff.py RUN_A RUN_B [--html FILE]
+    slime diff RUN_A RUN_B [--html FILE]
 
 Exits with 0 when nothing that was recorded differs, with 1 when something does.
 """

@@ -1,6 +1,6 @@
 """Look at this machine before a job does: a line for each check, good, bad or unknown, with the remedy.
 
-    python tools/doctor.py [--save DIR] [--port 8265] [--hf-checkpoint DIR]
+    slime doctor [--save DIR] [--port 8265] [--hf-checkpoint DIR]
 
 Each main package is held against the pinned version, and each recipe of ``scripts/`` against what it needs.
 Exits with 1 when a line is bad.  One file in --save is written, and removed.  With --hf-checkpoint a job without a

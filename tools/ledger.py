@@ -1,10 +1,10 @@
 """Show what happened to prompt groups, from the ledger that a run keeps in ``--save`` (see slime/ext/ledger).
 
-    python tools/ledger.py runs/tiny/save/ledger                       totals
-    python tools/ledger.py runs/tiny/save/ledger --group 1234          by the number of the prompt group
-    python tools/ledger.py runs/tiny/save/ledger --sample 9872         by Sample.index
-    python tools/ledger.py runs/tiny/save/ledger --prompt "What is 3"  by the beginning of the prompt
-    python tools/ledger.py runs/tiny/save/ledger --check               nothing lost, trained twice or damaged
+    slime ledger runs/tiny/save/ledger                       totals
+    slime ledger runs/tiny/save/ledger --group 1234          by the number of the prompt group
+    slime ledger runs/tiny/save/ledger --sample 9872         by Sample.index
+    slime ledger runs/tiny/save/ledger --prompt "What is 3"  by the beginning of the prompt
+    slime ledger runs/tiny/save/ledger --check               nothing lost, trained twice or damaged
 
 It begins at the last checkpoint.  The run may be writing it at the same time.  ``--check`` reads every byte, and exits
 with code 1 when the invariant is broken or a file is damaged, cut short or missing.

@@ -1,8 +1,8 @@
 """Plan a run on a machine without GPUs: check the flags, and print layout, memory and traffic.
 
-    python tools/plan.py scripts/run-deepseek-r1.sh
-    python tools/plan.py --gpu H200 scripts/run-qwen3-4B.sh --max-tokens-per-gpu 16384
-    python tools/plan.py --json --actor-num-nodes 1 ... (the arguments of train.py)
+    slime plan scripts/run-deepseek-r1.sh
+    slime plan --gpu H200 scripts/run-qwen3-4B.sh --max-tokens-per-gpu 16384
+    slime plan --json --actor-num-nodes 1 ... (the arguments of train.py)
 
 Nothing is started and no checkpoint is needed; a config.json in ``--hf-checkpoint`` makes the plan exact.  Exit codes:
 0: the run is legal and fits; 1: it needs more memory than there is; 2: it is not legal.  benchmarks/results compares

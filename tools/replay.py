@@ -1,11 +1,11 @@
 """Take any past step of a run again, from its recorded samples and the nearest checkpoint before it.
 
-    python tools/replay.py RUN --step 12                    the same samples, micro-batches, loss, gradient and weights
-    python tools/replay.py RUN --step 12 --set eps_clip=0.1 what that step would have been
-    python tools/replay.py RUN --step 12 --pdb              in a debugger, from the first line of the step
-    python tools/replay.py RUN --step 12 --micro-batch 3    the gradient of this micro-batch alone
-    python tools/replay.py RUN --step 12 --rollout          the answers again, where the engine is deterministic
-    python tools/replay.py RUN --step 12 --sample 5         the log-probs of sample 5 under every kept checkpoint
+    slime replay RUN --step 12                    the same samples, micro-batches, loss, gradient and weights
+    slime replay RUN --step 12 --set eps_clip=0.1 what that step would have been
+    slime replay RUN --step 12 --pdb              in a debugger, from the first line of the step
+    slime replay RUN --step 12 --micro-batch 3    the gradient of this micro-batch alone
+    slime replay RUN --step 12 --rollout          the answers again, where the engine is deterministic
+    slime replay RUN --step 12 --sample 5         the log-probs of sample 5 under every kept checkpoint
 
 Steps are counted from 1, as in the step line.  A trainer of one rank runs in this process; one of several ranks is
 started through Ray, as ``train.py`` does.  The replay is a run of its own in ``RUN/replays``, whose record is compared

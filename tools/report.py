@@ -1,7 +1,7 @@
 """Make one page of a run, RUN/report.html: it opens from disk, loads nothing, and runs no script but its own.
 
-    python tools/report.py RUN [--beside RUN ...] [--output FILE] [--samples-mb 5]
-    python tools/report.py RUN --text        the summary alone, on the terminal
+    slime report RUN [--beside RUN ...] [--output FILE] [--samples-mb 5]
+    slime report RUN --text        the summary alone, on the terminal
 
 Summary, every metric (of several runs beside each other), where the time goes, samples with coloured tokens, health
 with alarms, config.  Of many samples the page has an even selection over the rollouts, and says so.

@@ -1,6 +1,6 @@
 """Serve the report of a run while it goes on; the page loads itself again.
 
-    python tools/watch.py RUN [--port 8123] [--host 0.0.0.0]
+    slime watch RUN [--port 8123] [--host 0.0.0.0]
 
 On this machine alone unless --host says otherwise; then a browser needs the token of the address that is printed.  It
 goes over the network as it is, so from elsewhere this is better: ssh -L 8123:127.0.0.1:8123 HOST.

@@ -122,7 +122,7 @@ class UseSampler:
         """Return mean and maximum of each figure, over GPUs or engines and the time since the last call."""
         with self._guard:
             samples, self._samples = self._samples, defaultdict(list)
-        found = {}
+        found: dict[str, float] = {}
         for name, values in samples.items():
             found |= {f"perf/{name}/mean": fmean(values), f"perf/{name}/max": max(values)}
         return found
