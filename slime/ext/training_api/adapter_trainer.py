@@ -216,15 +216,15 @@ class AdapterTrainer:
     @torch.no_grad()
     def _hold(self, states: Sequence[AdapterState], num_tokens: Sequence[int]) -> list[Tensor]:
         """Put adapters into the model, each for so many tokens, one after the other; return what gets gradients."""
-        values = [state.values.to(current_device(), non_blocking=True) for state in states]
+        device, dtype = current_device(), self._parameters[0].dtype
+        values = [state.values.to(device, non_blocking=True).to(dtype) for state in states]
         rows: Tensor | None = None
         sides: tuple[int, ...] = ()
         if self._packs_clients:
             values.append(torch.zeros_like(values[0]))  # of the padding
             rows = torch.tensor([*num_tokens, self.args.max_tokens_per_gpu - sum(num_tokens)])
             sides = (len(rows),)
-        flat = torch.stack(values).to(self._parameters[0].dtype)
-        parts = flat.split([parameter.numel() for parameter in self._parameters], dim=1)
+        parts = torch.stack(values).split([parameter.numel() for parameter in self._parameters], dim=1)
         held = [  # aligned copies: addresses decide bits, too
             part.view(*sides, *parameter.shape).clone().requires_grad_()
             for part, parameter in zip(parts, self._parameters, strict=True)
@@ -276,11 +276,13 @@ class AdapterTrainer:
         """Add the gradients of a micro-batch to the adapters'; modules that one does not train get 0."""
         num_held = len(states) + self._packs_clients
         found = [torch.zeros_like(one) if one.grad is None else one.grad for one in held]
-        joined = torch.cat([one.reshape(num_held, -1) for one in found], dim=1).float()
-        for state, gradient in zip(states, joined, strict=False):
-            for name, part in self._by_key(gradient).items():
-                if not trains(state.spec, name):
-                    part.zero_()
+        joined = torch.cat([one.reshape(num_held, -1) for one in found], dim=1)
+        for state, row in zip(states, joined, strict=False):
+            gradient = row.float()
+            if not (state.spec.train_attn and state.spec.train_mlp):
+                for name, part in self._by_key(gradient).items():
+                    if not trains(state.spec, name):
+                        part.zero_()
             state.add_gradient(gradient)
 
     # Steps

@@ -1,7 +1,7 @@
 """Answers that come later: a request gets an id at once, and the client asks for the answer by it.
 
 The id follows from the request's place in its session, so that a request that is sent again, because its first
-answer was lost, gets the same id and is done once.
+answer was lost, gets the same id and is done once.  Beside it, what works on answers, and whether it still can.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.ext.training_api.backend import RequestRefused
+from slime.ext.training_api.backend import BackendDied, RequestRefused
 from slime.ext.training_api.errors import Failed, Refused
 from slime.utils.errors import DataError
 from slime.utils.http_utils import encode_json
@@ -147,3 +148,62 @@ class Promises:
         """Answer everything that is open with ``error``."""
         for promise in self._by_id.values():
             promise.fail(error)
+
+
+class Tasks:
+    """Running coroutines; what one of them raises is logged."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run ``work`` in a task."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def cancel(self, timeout_s: float) -> None:
+        """Cancel everything, and wait until it has ended."""
+        tasks = set(self._running)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("A task of the service failed.", exc_info=task.exception())
+
+
+class BackendLife:
+    """The one place that knows of the backend's end.
+
+    Args:
+        promises: answered with the error when the backend has ended.
+        on_death: called then; ``dead`` says why.
+    """
+
+    def __init__(self, promises: Promises, on_death: Callable[[], None] | None) -> None:
+        self.dead: Exception | None = None
+        """Why the backend has ended."""
+        self._promises, self._on_death = promises, on_death
+
+    def check(self) -> None:
+        """Refuse a request to a backend that has ended.
+
+        Raises:
+            Refused: it has.
+        """
+        if self.dead is not None:
+            raise Refused(f"Trainer or engines have ended, and so will the server: {self.dead}", 410)
+
+    def note(self, error: BaseException) -> None:
+        """Take notice of what the backend raised."""
+        if isinstance(error, BackendDied) and self.dead is None:
+            logger.error("The backend has ended: %s", error)
+            self.dead = error
+            self._promises.fail_all(error)
+            if self._on_death is not None:
+                self._on_death()

@@ -9,10 +9,9 @@ from typing import Any
 from tinker import types
 
 from slime.ext.training_api.backend import AdamParams, Backend, PassRequest, RequestRefused
-from slime.ext.training_api.backend_life import BackendLife
 from slime.ext.training_api.checkpoints import SAMPLER, TRAINING, Checkpoints, State, check_name
 from slime.ext.training_api.errors import Failed, Refused
-from slime.ext.training_api.futures import Answer, Promise, json_answer
+from slime.ext.training_api.futures import Answer, BackendLife, Promise, json_answer
 from slime.ext.training_api.losses import check_pass
 from slime.ext.training_api.models import Models, check_base, check_optimizer, usable_state
 from slime.ext.training_api.queues import MissedPass, Todo

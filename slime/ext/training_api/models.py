@@ -12,14 +12,12 @@ from typing import Any
 from tinker import types
 
 from slime.ext.training_api.backend import Backend, LoraSpec
-from slime.ext.training_api.backend_life import BackendLife
 from slime.ext.training_api.checkpoints import Checkpoints, Run, State
 from slime.ext.training_api.errors import Failed, Refused
-from slime.ext.training_api.futures import Answer, Promise, Promises, json_answer
+from slime.ext.training_api.futures import Answer, BackendLife, Promise, Promises, Tasks, json_answer
 from slime.ext.training_api.queues import ModelQueue, PassQueue, timed
 from slime.ext.training_api.sessions import Model, Session, Sessions, checked_metadata, checked_number
 from slime.ext.training_api.settings import ServiceSettings
-from slime.ext.training_api.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 

@@ -8,16 +8,14 @@ import logging
 from tinker import types
 
 from slime.ext.training_api.backend import Backend
-from slime.ext.training_api.backend_life import BackendLife
 from slime.ext.training_api.checkpoints import Checkpoints
 from slime.ext.training_api.errors import Failed, Refused
-from slime.ext.training_api.futures import Answer, Promise, Promises
+from slime.ext.training_api.futures import Answer, BackendLife, Promise, Promises, Tasks
 from slime.ext.training_api.models import check_base, usable_state
 from slime.ext.training_api.queues import timed
 from slime.ext.training_api.samplers import Samplers, SamplingSession
 from slime.ext.training_api.sessions import Session, Sessions, checked_number
 from slime.ext.training_api.settings import ServiceSettings
-from slime.ext.training_api.tasks import Tasks
 from slime.ext.training_api.wire import read_sampling, write_sample
 
 logger = logging.getLogger(__name__)

@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 
 from slime.ext.training_api.backend import Backend
-from slime.ext.training_api.backend_life import BackendLife
 from slime.ext.training_api.checkpoints import Checkpoints, State
 from slime.ext.training_api.errors import Failed
-from slime.ext.training_api.futures import Promises
+from slime.ext.training_api.futures import BackendLife, Promises, Tasks
 from slime.ext.training_api.model_requests import ModelRequests
 from slime.ext.training_api.models import CLOSE_S, Models
 from slime.ext.training_api.queues import timed
@@ -19,7 +18,6 @@ from slime.ext.training_api.samplers import Samplers
 from slime.ext.training_api.sampling import Sampling
 from slime.ext.training_api.sessions import Session, Sessions
 from slime.ext.training_api.settings import ServiceSettings
-from slime.ext.training_api.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
