@@ -3,6 +3,7 @@
 #
 #   examples/run-tiny-turns.sh [FLAG...]
 #
+# The warm start teaches the calls; the tiny template does not describe functions.
 # TINY_DIR (runs/tiny): output of `make demo`.  The result is in SAVE_DIR (TINY_DIR/turns).
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/lib.sh"
 
@@ -20,6 +21,7 @@ scripts/run-tiny-cpu.sh \
     --prompt-data "${TINY_DIR}/agents/calls.jsonl" \
     --eval-config "${TINY_DIR}/agents/turns_eval.yaml" \
     --rollout-tools examples.multi_turn.multiply \
+    --apply-chat-template-kwargs '{"tools": null}' \
     --custom-rm-path examples.multi_turn.reward \
     --rollout-max-turns 4 \
     --rollout-max-response-len 128 \

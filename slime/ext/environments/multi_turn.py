@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from slime.ext.environments.flags import MULTI_TURN
 from slime.flags.reward import reward_config
+from slime.flags.security import trusts_remote_code
 from slime.observability.trace_utils import trace_span
 from slime.rollout.engine_request import add_images, drew_image, processed
 from slime.rollout.parsing import parse_model_output
@@ -41,7 +42,7 @@ from slime.rollout.tools import (
 from slime.utils.chat_template import apply_chat_template, special_text, special_texts, text_after_end
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.misc import load_function
-from slime.utils.processing_utils import image_sources
+from slime.utils.processing_utils import image_sources, load_tokenizer
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -340,14 +341,16 @@ class _Player:
 
 
 def check_tools_and_environment(args: Namespace) -> None:
-    """Refuse tools that cannot be described, and an environment that lacks a call.
+    """Refuse tools that cannot be described or that the policy is not shown, and an environment that lacks a call.
 
     Raises:
         ConfigError: names the flag and what is wrong.
     """
     path = turns_config(args).rollout_environment
+    if offered := toolbox(args).schemas:
+        _check_template(args, offered)
     if path is None:
-        if not toolbox(args).schemas:
+        if not offered:
             raise ConfigError(f"{MULTI_TURN} plays with tools or an environment; give --rollout-tools too.")
         return
     kind = load_function(path)
@@ -361,6 +364,28 @@ def check_tools_and_environment(args: Namespace) -> None:
         raise ConfigError(
             "--rollout-environment adds its first observation to the messages of the prompt, which "
             "--apply-chat-template has rendered by then; leave that flag out."
+        )
+
+
+def _check_template(args: Namespace, offered: list[dict[str, Any]]) -> None:
+    """Refuse a chat template that leaves tools out, unless its arguments say what it gets for them."""
+    kwargs = args.apply_chat_template_kwargs or {}
+    if "tools" in kwargs:
+        return
+    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
+    rows = [("A question with tools", offered), ("A question without", None)]
+    try:
+        shown, plain = map_with_deadline(
+            lambda where, each: render(tokenizer, _PROBE[:1], each, where, **kwargs), rows
+        )
+    except DataError as error:
+        logger.debug("The rows, which were tried before, are not like this: %s", error)
+        return
+    if shown == plain:
+        raise ConfigError(
+            f"--rollout-tools: the chat template of {args.hf_checkpoint} leaves them out, so the policy never sees "
+            "them. Choose a model whose template shows `tools`, or change its chat_template.jinja; for a model that "
+            """was taught its tools, say --apply-chat-template-kwargs '{"tools": null}'."""
         )
 
 

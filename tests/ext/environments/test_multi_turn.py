@@ -312,6 +312,20 @@ def test_a_tool_that_cannot_be_described_is_refused(path):
         check_tools_and_environment(Namespace(rollout_tools=[path]))
 
 
+def test_a_template_that_leaves_tools_out_is_refused_unless_the_command_says_so(tmp_path):
+    tokenizer = make_tokenizer()
+    args = Namespace(
+        rollout_tools=[f"{HERE}.double"], hf_checkpoint=str(tmp_path), apply_chat_template_kwargs=None,
+    )  # fmt: skip
+    tokenizer.save_pretrained(tmp_path)
+    check_tools_and_environment(args)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(ConfigError, match="leaves them out"):
+        check_tools_and_environment(args)
+    args.apply_chat_template_kwargs = {"tools": None}
+    check_tools_and_environment(args)
+
+
 # Environments
 
 GUESS = f"{GuessNumber.__module__}.GuessNumber"
