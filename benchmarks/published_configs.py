@@ -108,6 +108,21 @@ DEEPSEEK = {
     "rope_scaling": yarn(40, 32),
     "max_position_embeddings": 163840,
 }
+DEEPSEEK_V4_FLASH = {
+    **{"num_hidden_layers": 43, "hidden_size": 4096, "moe_intermediate_size": 2048, "num_attention_heads": 64},
+    **{"num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024, "vocab_size": 129280},
+    **{"o_groups": 8, "o_lora_rank": 1024, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512},
+    **{"sliding_window": 128, "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "compress_rope_theta": 160000},
+    **{"hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "num_hash_layers": 3, "swiglu_limit": 10.0},
+    **{"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 6, "scoring_func": "sqrtsoftplus"},
+    **{"norm_topk_prob": True, "routed_scaling_factor": 1.5, "topk_method": "noaux_tc", "rms_norm_eps": 1e-6},
+    **{"rope_theta": 10000, "max_position_embeddings": 1048576, "tie_word_embeddings": False},
+    **{"model_type": "deepseek_v4", "attention_bias": False, "num_nextn_predict_layers": 1},
+    "rope_scaling": {
+        **{"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1},
+        "original_max_position_embeddings": 65536,
+    },
+}
 KIMI = {
     **DEEPSEEK,
     **sigmoid_experts(384, 8, 2048, 1, 2.827, scoring_func="sigmoid"),
@@ -348,6 +363,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "glm5-744B-A40B": {**GLM5, "rope_theta": 1e6},
     "glm5.2-744B-A40B": {**GLM5, "rope_theta": 8e6, "index_topk_freq": 4, "index_skip_topk_offset": 3},
     "deepseek-v3": DEEPSEEK,
+    "deepseek-v4-flash": DEEPSEEK_V4_FLASH,
     "deepseek-v3-5layer": {**DEEPSEEK, "num_hidden_layers": 5},
     "deepseek-v3-20layer": {**DEEPSEEK, "num_hidden_layers": 20},
     "kimi-k2": {**KIMI, "rope_scaling": yarn(32, 1.0)},

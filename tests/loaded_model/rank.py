@@ -30,6 +30,7 @@ BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3
 MODELS = {
     "deepseek_nextn",
     "deepseek_v2",
+    "deepseek_v4",
     "gemma3_causal",
     "gemma4_causal",
     "gemma4_mm",
@@ -72,6 +73,8 @@ UNWRITTEN = {
     "qwen3_next": _QWEN3_NEXT,  # of the tiny models here; transformers writes a list of types instead
 }
 """By ``model_type``: settings of the published configs that transformers leaves out, and SGLang reads."""
+WITHOUT_KERNELS = {"SGLANG_DSV4_MHC_PREWARM": "0", "SGLANG_OPT_FP8_WO_A_GEMM": "0"}
+"""SGLang's DeepSeek-V4 compiles kernels when it has loaded, and wants an output projection in FP8, unless told."""
 ATTENTION_BACKENDS = {"gpt_oss": "intel_amx"}
 """By ``model_type``: where SGLang refuses ``torch_native``, which has no sinks.  Nothing is attended to here."""
 
@@ -193,7 +196,7 @@ def _leave_out_other_models() -> None:
     assert spec is not None and spec.submodule_search_locations
     files = (Path(spec.submodule_search_locations[0]) / "srt" / "models").glob("*.py")
     others = sorted(file.stem for file in files if file.stem not in MODELS)
-    env.export({"SGLANG_DISABLED_MODEL_ARCHS": ",".join(others)})
+    env.export({"SGLANG_DISABLED_MODEL_ARCHS": ",".join(others), **WITHOUT_KERNELS})
 
 
 @contextmanager

@@ -40,6 +40,7 @@ SERVED = (
     "glm4v",
     "glm4v_moe",
     "deepseek_v3",
+    "deepseek_v4-128",
     "kimi_k2",
     "minimax_m2",
     "mistral3",

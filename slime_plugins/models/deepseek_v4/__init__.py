@@ -46,26 +46,27 @@ def get_deepseek_v4_spec(args: Namespace, config: TransformerConfig, vp_stage: i
     Raises:
         ConfigError: the flags describe another model, or a layout that this one cannot have.
     """
-    layers = check_stages(args, config)
+    if not args.hf_checkpoint:
+        raise ConfigError("--hf-checkpoint is not given; its config.json says what layers DeepSeek-V4 has; give it.")
+    check_stages(args, config)
+    layers = V4Layers.of(read_hf_config(args.hf_checkpoint))
     vars(config)["stage_width"] = layers.num_streams * config.hidden_size
     block = get_block_spec(config, vp_stage, partial(_v4_layer, layers))
     block.finish = partial(_finish, layers, args.hf_checkpoint)
     return block
 
 
-def check_stages(args: Namespace, config: TransformerConfig) -> V4Layers:
-    """Check flags and layout before a GPU is taken, and return what config.json says of the layers.
+def check_stages(args: Namespace, config: TransformerConfig) -> None:
+    """Check flags and layout before a GPU is taken.
 
     Raises:
         ConfigError: the layers cannot be cut or trained so.
     """
-    if not args.hf_checkpoint:
-        raise ConfigError("--hf-checkpoint is not given; its config.json says what layers DeepSeek-V4 has; give it.")
-    layers = V4Layers.of(read_hf_config(args.hf_checkpoint))
     tensor, modules = config.tensor_model_parallel_size, set(config.recompute_modules or ())
+    groups = read_hf_config(args.hf_checkpoint)["o_groups"] if args.hf_checkpoint else tensor
     refused = (
-        (layers.out_groups % tensor, "--tensor-model-parallel-size", tensor,
-         f"the {layers.out_groups} groups of heads (o_groups) cannot be cut into as many parts", "give a divisor"),
+        (groups % tensor, "--tensor-model-parallel-size", tensor,
+         f"the {groups} groups of heads (o_groups) cannot be cut into as many parts", "give a divisor"),
         (config.mtp_num_layers, "--mtp-num-layers", config.mtp_num_layers,
          "MTP layers are not computed, as in transformers; exports keep those of --hf-checkpoint", "drop it"),
         (_coefficients(config), "--moe-aux-loss-coeff", config.moe_aux_loss_coeff,
@@ -76,7 +77,6 @@ def check_stages(args: Namespace, config: TransformerConfig) -> V4Layers:
     for is_refused, flag, value, why, what in refused:
         if is_refused:
             raise ConfigError(f"{flag} is {value}; {why}; {what}.")
-    return layers
 
 
 def _coefficients(config: TransformerConfig) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.matrix.case import (
     FamilyCase,
     Tensors,
     load_with_transformers,
+    read_config,
     read_tensors,
     write_tensors,
     write_with_transformers,
@@ -77,6 +79,21 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
         elif name.endswith(("attn_sink", "ape", "_base", "_scale")):
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
     write_tensors(folder, tensors)
+    (folder / "config.json").write_text(json.dumps(published_config(read_config(folder)), indent=2))
+
+
+def published_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json that transformers has saved, with the keys of published folders, which SGLang reads."""
+    kinds, rates, rotary = (config.pop(key) for key in ("layer_types", "compress_rates", "rope_parameters"))
+    scaling = {key: rotary["compress"][key] for key in ("factor", "beta_fast", "beta_slow")}
+    scaling |= {"type": "yarn", "original_max_position_embeddings": 64}
+    ratios = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    del config["partial_rotary_factor"]
+    return config | {
+        **{"compress_ratios": [ratios[kind] for kind in kinds], "rope_scaling": scaling, "topk_method": "noaux_tc"},
+        **{"compress_rate_hca": rates["heavily_compressed_attention"], "v_head_dim": config["head_dim"]},
+        "num_hash_layers": config.pop("mlp_layer_types").count("hash_moe"),
+    }
 
 
 def without_tables(tensors: Tensors) -> Tensors:
@@ -126,6 +143,17 @@ CASE = FamilyCase(
     reference=Reference,
     pushed=without_tables,
     has_experts=True,
+    has_quantized_form=False,
     about="a window of 5 tokens in all layers; entries of 4 tokens, of which 3 are chosen, in layer 2 of 3, of 6 "
     "in layer 3; 3 streams; experts by a table in layer 1; clamps that bind",
 )
+ENGINE = replace(
+    CASE,
+    name="deepseek_v4-128",
+    config={
+        **{**CASE.config, "head_dim": 32, "partial_rotary_factor": 0.25, "hc_mult": 4},
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    },
+    about="the same with entries of 128 tokens, the only ones that engines have, and 4 streams",
+)
+CASES = (CASE, ENGINE)

@@ -130,7 +130,7 @@ DEEPSEEK_V4 = WeightMap(
     ),
     layer_prefix="layers.{layer}.",
     untrained=(r"mtp\..*", r"layers\.\d+\.ffn\.gate\.tid2eid"),
-    engine_fp32=(*(f"_{part}" for part in HYPER_PARTS), "attn_sink", "compressor.ape", "compressor.norm.weight"),
+    engine_fp32=(*(f"_{part}" for part in HYPER_PARTS), "attn_sink", "compressor.ape"),
     computed_in_fp32=(
         *(f"{of}.{part}" for of in ("_streams", "stream_head") for part in HYPER_PARTS),
         "compressor.ape",
@@ -141,7 +141,10 @@ DEEPSEEK_V4 = WeightMap(
 
 
 def deepseek_v4_flags(config: Config) -> Iterator[Flag | str]:
-    """Yield window, clamp and scores; refuse positions that the layers have not."""
+    """Yield window, clamp and scores; refuse positions that the layers have not, and weights of few bits."""
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        yield f"quantization_config is {method}; weights of a deepseek_v4 are read and pushed in bf16 and fp32 here"
     yield Flag("moe_router_score_function", "sigmoid", "the layers take sqrt(softplus) in its place")
     yield Flag("position_embedding_type", "none", "each kind of layer has other angles")
     if config.get("sliding_window"):
@@ -187,6 +190,23 @@ def deepseek_v4_dims(args: Namespace, config: Mapping[str, Any] | None) -> dict[
     }
 
 
+FLASH: dict[str, Any] = {
+    "model_type": "deepseek_v4",
+    "layer_types": [WINDOW, WINDOW, *[SPARSE, HEAVY] * 20, SPARSE],
+    "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 40,
+    "compress_rates": {SPARSE: 4, HEAVY: 128},
+    **{"head_dim": 512, "partial_rotary_factor": 0.125, "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024},
+    **{"index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "sliding_window": 128},
+    **{"hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6},
+    "rope_parameters": {
+        "main": {"rope_type": "default", "rope_theta": 10000.0},
+        "compress": {
+            **{"rope_type": "yarn", "rope_theta": 160000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0},
+            "original_max_position_embeddings": 65536,
+        },
+    },
+}
+"""config.json of DeepSeek-V4-Flash beside the model flags, completed."""
 FAMILIES = (
     ModelFamily(
         model_types=("deepseek_v4",),
@@ -207,5 +227,6 @@ FAMILIES = (
         },
         flags=deepseek_v4_flags,
         num_experts_key="n_routed_experts",
+        published={"DeepSeek-V4-Flash-bf16": FLASH},
     ),
 )
