@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -239,18 +240,25 @@ def is_description(name: str) -> bool:
     return _DESCRIPTION.search(name) is not None
 
 
-def unread_parameters(model: nn.Module) -> set[str]:
-    """Return the parameters that SGLang makes and never reads; no checkpoint has them.
+def unread_memory(model: nn.Module) -> list[Tensor]:
+    """Return views of what SGLang makes and never reads; checkpoints may lack it.
 
     Each layer of sparse attention has an indexer, also one that takes over the keys of the layer before it.  That of
-    a draft is read.
+    a draft is read.  A layer that attends to the keys and values of another has rows for its own behind the queries'.
     """
-    return {
-        f"{name}.indexer.{parameter}"
-        for name, module in model.named_modules()
-        if vars(module).get("skip_topk") and not vars(module).get("is_nextn")
-        for parameter, _ in module.indexer.named_parameters()
-    }
+    found: list[Tensor] = []
+    for module in model.modules():
+        own = vars(module)
+        if own.get("skip_topk") and not own.get("is_nextn"):
+            found += (parameter.detach() for parameter in module.indexer.parameters())  # type: ignore[union-attr]
+        if own.get("is_kv_shared_layer"):
+            part = module.q_size / (module.q_size + 2 * module.kv_size)  # type: ignore[operator]
+            found += (parameter.detach() for parameter in module.k_norm.parameters())  # type: ignore[union-attr]
+            for parameter in module.qkv_proj.parameters():  # type: ignore[union-attr]
+                dim = getattr(parameter, "output_dim", 0)  # that of block scales has a row for each block
+                first = math.ceil(parameter.size(dim) * part)
+                found.append(parameter.detach().narrow(dim, first, parameter.size(dim) - first))
+    return found
 
 
 def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, str]]:
@@ -259,8 +267,8 @@ def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, 
     for write in trace.writes:
         by_memory.setdefault(write.target.untyped_storage().data_ptr(), []).append(write)
     filled = [fill.target for fill in trace.fills]
-    excused = [*filled, *trace.opaque_targets]
-    doubled, unwritten, unread = [], {}, unread_parameters(model)
+    excused = [*filled, *trace.opaque_targets, *unread_memory(model)]
+    doubled, unwritten = [], {}
     counts: dict[Any, tuple[int, int]] = {}  # layers are alike
     for name, parameter in model.named_parameters():
         if not parameter.numel():
@@ -280,7 +288,7 @@ def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, 
                 f"{', '.join(sources[:4])}{' ...' if len(sources) > 4 else ''}"
             )
         is_own = num_missing == parameter.numel() and (is_own_scale(name) or is_description(name))
-        if num_missing and not is_own and name not in unread:
+        if num_missing and not is_own:
             unwritten[name] = f"{name}: no tensor of the push fills {num_missing} of {parameter.numel()} elements"
     return doubled, unwritten
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from slime.backends.sglang_utils.loader_report import is_own_scale, reporting
-from slime.ext.fast_push.load_plan import is_description, unread_parameters
+from slime.ext.fast_push.load_plan import is_description, unread_memory
 from slime.ext.fast_push.load_trace import trace_load
 from slime.ext.fast_push.messages import decode
 from slime.weights.manifest import Manifest
@@ -73,24 +73,28 @@ def _pushed_parameters(model: nn.Module, named_tensors: NamedTensors) -> set[str
         kept = list(load.plan.manifest.kept)
     writes = trace_load(model, kept).writes if kept else []
     memory = {write.target.untyped_storage().data_ptr() for write in writes}
-    pushed = {name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() not in memory}
-    return pushed - unread_parameters(model)
+    return {name for name, p in model.named_parameters() if p.untyped_storage().data_ptr() not in memory}
 
 
 def fill_parameters_with_nan(model: nn.Module, only: Collection[str] | None = None) -> None:
-    """Overwrite floating-point parameters, those in ``only`` or all, with NaN."""
+    """Overwrite floating-point parameters, those in ``only`` or all, with NaN; what no model reads stays."""
     with torch.no_grad():
+        unread = [(part, part.clone()) for part in unread_memory(model)]
         for name, parameter in model.named_parameters():
             if _is_pushed(name, parameter, only):
                 _bits(parameter.data).fill_(_nan_of(parameter))
+        for part, held in unread:
+            part.copy_(held)
 
 
 def find_nan_in(model: nn.Module, only: Collection[str] | None = None) -> list[str]:
     """Return the parameters, among those in ``only`` or all, with an element that was not written since the fill."""
-    problems = []
+    problems, unread = [], unread_memory(model)
     for name, parameter in model.named_parameters():
         if _is_pushed(name, parameter, only):
-            count = int((_bits(parameter.data) == _nan_of(parameter)).sum())
+            memory = parameter.untyped_storage().data_ptr()
+            count = _num_nan(parameter.data)
+            count -= sum(_num_nan(part) for part in unread if part.untyped_storage().data_ptr() == memory)
             if count:
                 problems.append(f"{name}: {count} of {parameter.numel()} elements were never pushed")
     return problems
@@ -100,6 +104,10 @@ def _is_pushed(name: str, parameter: Tensor, only: Collection[str] | None) -> bo
     """Return True for floating-point parameters except the engine's own scales and descriptions."""
     is_own = is_own_scale(name) or is_description(name)
     return parameter.is_floating_point() and not is_own and (only is None or name in only)
+
+
+def _num_nan(tensor: Tensor) -> int:
+    return int((_bits(tensor) == _nan_of(tensor)).sum())
 
 
 def _nan_of(parameter: Tensor) -> int:

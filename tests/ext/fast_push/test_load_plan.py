@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from slime.ext.fast_push.kernels.tables import CopyTable
-from slime.ext.fast_push.load_plan import LoadPlan, unread_parameters
+from slime.ext.fast_push.load_plan import LoadPlan, unread_memory
 from slime.ext.fast_push.load_trace import trace_load
+from slime.ext.fast_push.weight_check import fill_parameters_with_nan, find_nan_in
 from slime.weights.manifest import Manifest, TensorEntry
 from tests.ext.fast_push.toy_models import Computing, Fused, Joined, parameter
 from tests.loaded_model.buckets import cut_buckets, fill, whole_buckets
@@ -101,7 +102,31 @@ def test_the_indexer_of_a_layer_that_takes_over_keys_need_not_come(is_draft):
     model.first, model.second = Attention(False), Attention(True, is_nextn=is_draft)
     plan = LoadPlan(model, whole_buckets(Fused.tensors()))
     assert list(plan.unwritten) == ["first.indexer.wk", *(["second.indexer.wk"] if is_draft else [])]
-    assert unread_parameters(model) == (set() if is_draft else {"second.indexer.wk"})
+    assert len(unread_memory(model)) == (not is_draft)
+
+
+@pytest.mark.parametrize("is_sharing", [False, True])
+def test_rows_of_keys_need_not_come_for_a_layer_that_attends_to_those_of_another(is_sharing):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_size, self.kv_size, self.is_kv_shared_layer = 4, 2, is_sharing
+            self.qkv_proj = nn.ParameterDict({"weight": parameter(8, 3), "scale": parameter(4, 1)})
+            self.k_norm = nn.ParameterDict({"weight": parameter(2)})
+
+        def load_weights(self, named_tensors):
+            for name, tensor in named_tensors:
+                self.qkv_proj[name].data[: len(tensor)].copy_(tensor)
+
+    model, tensors = Attention(), {"weight": torch.rand(4, 3), "scale": torch.rand(2, 1)}
+    names = [] if is_sharing else ["qkv_proj.scale", "qkv_proj.weight", "k_norm.weight"]
+    assert list(LoadPlan(model, whole_buckets(tensors)).unwritten) == names
+    held = model.qkv_proj["weight"].detach().clone()
+    fill_parameters_with_nan(model)
+    assert model.qkv_proj["weight"][:4].isnan().all() and len(find_nan_in(model)) == 2 + (not is_sharing)
+    model.load_weights(tensors.items())
+    assert [line.partition(":")[0] for line in find_nan_in(model)] == names
+    assert torch.equal(model.qkv_proj["weight"][4:], held[4:]) == is_sharing
 
 
 def test_a_wrong_shape_is_refused_in_the_loaders_words():
