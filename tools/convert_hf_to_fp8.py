@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from slime.ext.low_precision.folders.to_quantized import STRATEGIES, UE8M0, to_fp8
 from slime.flags.kinds import any_int
 from tools.cli import logged_run
-from tools.folder_conversion import NEW_FOLDER, rewrite, rewrite_parser
+from tools.folder_conversion import NEW_FOLDER, plain_weights_of, rewrite, rewrite_parser
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -38,7 +38,9 @@ def main() -> None:
     """Run the command line."""
     with logged_run():
         options = build_parser().parse_args()
-        recipe = to_fp8(options.strategy, options.block_size, options.scale_fmt)
+        recipe = to_fp8(
+            options.strategy, options.block_size, options.scale_fmt, plain=plain_weights_of(options.model_dir)
+        )
         rewrite(recipe, options.model_dir, options.save_dir, options)
 
 

@@ -33,6 +33,7 @@ from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import load_tokenizer
 from slime.weights.hf_files import copy_assets
 from tools.cli import logged_run
+from tools.folder_conversion import plain_weights_of
 
 PACKAGE = "llmcompressor"
 VERSION = "0.14.0.1"
@@ -128,7 +129,7 @@ def modifier_arguments(options: Namespace, source: HfSource) -> dict[str, Any]:
     weights |= {"strategy": "group", "group_size": options.quant_group_size}
     return {
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ignored_by_int4(source.tensors),
+        "ignore": ignored_by_int4(source.tensors, plain=plain_weights_of(source.folder)),
         "dampening_frac": options.dampening_frac,
         # Columns keep their order, so that pushed weights, which are rounded without calibration, have the same form.
         "actorder": None,

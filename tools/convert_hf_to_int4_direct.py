@@ -19,7 +19,7 @@ from slime.flags.kinds import positive_int
 from slime.utils.files import read_model_config
 from slime.weights.named_tensors import config_dtype
 from tools.cli import logged_run, parse_bool
-from tools.folder_conversion import NEW_FOLDER, rewrite, rewrite_parser
+from tools.folder_conversion import NEW_FOLDER, plain_weights_of, rewrite, rewrite_parser
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,7 +44,10 @@ def main() -> None:
     with logged_run():
         options = build_parser().parse_args()
         scale_dtype = config_dtype(read_model_config(options.model_dir, flag="--model-dir"))
-        recipe = to_int4(options.group_size, options.is_symmetric, options.ignore_rules, scale_dtype)
+        recipe = to_int4(
+            options.group_size, options.is_symmetric, options.ignore_rules, scale_dtype,
+            plain=plain_weights_of(options.model_dir),
+        )  # fmt: skip
         rewrite(recipe, options.model_dir, options.save_dir, options)
 
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slime.ext.low_precision.folders.plan import Rewrite
 from slime.flags.kinds import positive_int
+from slime.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slime.weights.quantize.formats import PlainWeights
 
 NEW_FOLDER = "folder to write; new or empty"
 logger = logging.getLogger(__name__)
@@ -60,3 +66,22 @@ def rewrite(
     )  # fmt: skip
     if not report.is_complete:
         logger.info("%s is incomplete: convert the shards that --files did not name as well", target)
+
+
+def plain_weights_of(folder: str | Path) -> PlainWeights | None:
+    """Return what the family of a model folder holds unquantized; None for a family that is not known.
+
+    Raises:
+        ConfigError: it is not known, and nobody knows the names of what is beside the language model.
+    """
+    from slime.backends.megatron_utils.models import plain_weights
+    from slime.utils.files import read_model_config
+
+    config = read_model_config(folder, flag="--model-dir")
+    plain = plain_weights(config)
+    if plain is None and (config.get("vision_config") or config.get("audio_config")):
+        raise ConfigError(
+            f"{folder} is a {config.get('model_type')}, whose tower would be quantized with the language model: no "
+            "family of slime/backends/megatron_utils/models has its names. Convert a folder without a tower."
+        )
+    return plain

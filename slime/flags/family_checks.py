@@ -50,7 +50,7 @@ def yarn_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
     text = language_config(config)
     rope = hf_rope_settings(text)
     original, factor = rope["original_max_position_embeddings"], rope.get("factor")
-    if rope["rope_type"] not in ("yarn", "deepseek_yarn") or not original or not factor:
+    if rope["rope_type"] != "yarn" or not original or not factor:
         return
     reach, given = int(original * factor), args.sglang_context_length
     served = given or text.get("max_position_embeddings") or 0

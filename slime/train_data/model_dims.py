@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+Fields = tuple[tuple[str, Any], ...]
+"""Names and values of fields of :class:`ModelDims`."""
 AttentionKind = Literal["grouped", "latent", "sparse"]
 
 
@@ -123,10 +125,10 @@ class ModelDims:
     is_state_space: bool = False
     """The layers with linear attention are Mamba-2: one gate for each value head, a convolution with biases, a skip
     of each head, a norm of all values."""
-    attends: tuple[bool, ...] = ()
-    """True for layers with attention, linear or not, where layers have one half only; empty: all have it."""
-    has_mlp: tuple[bool, ...] = ()
-    """True for layers with an MLP or experts, likewise."""
+    attends: bool = True
+    """Layers have attention, linear or not."""
+    has_mlp: bool = True
+    """Layers have an MLP or experts."""
 
     is_moe: tuple[bool, ...] = ()
     """True for layers with experts, one entry per layer; empty for none."""
@@ -139,14 +141,15 @@ class ModelDims:
     num_mtp_layers: int = 0
     trains_mtp: bool = False
 
-    layer_fields: tuple[tuple[tuple[str, Any], ...], ...] = ()
+    layer_fields: tuple[Fields, ...] = ()
     """Fields with other values in one layer, names and values; one entry per layer, or none."""
 
     def of_layer(self, layer: int) -> ModelDims:
         """Return the dimensions of layer ``layer`` (from 0), as if all were like it; MTP layers are as ever."""
-        if layer >= len(self.layer_fields):
-            return self
-        return replace(self, layer_fields=(), **dict(self.layer_fields[layer]))
+        return self._with(self.layer_fields[layer]) if layer < len(self.layer_fields) else self
+
+    def _with(self, fields: Fields) -> ModelDims:
+        return replace(self, layer_fields=(), **dict(fields)) if fields else self
 
     @property
     def vocab_rows(self) -> int:
@@ -183,13 +186,6 @@ class ModelDims:
         """Return True when layer ``layer`` (from 0) has linear attention; layers inside of MTP layers never do."""
         return layer < len(self.is_linear) and self.is_linear[layer]
 
-    def halves(self, layer: int) -> tuple[bool, bool]:
-        """Return whether layer ``layer`` (from 0) has attention, and an MLP or experts; layers inside of MTP layers
-        have both.
-        """
-        has_attention, has_mlp = (layer >= len(half) or half[layer] for half in (self.attends, self.has_mlp))
-        return has_attention, has_mlp
-
     @property
     def linear_gates(self) -> int:
         """Gates of all value heads of linear attention."""
@@ -198,7 +194,8 @@ class ModelDims:
     @property
     def num_kv_layers(self) -> int:
         """Layers whose attention is not linear."""
-        return (sum(self.attends) if self.attends else self.num_layers) - sum(self.is_linear)
+        attending = sum(dict(fields).get("attends", True) for fields in self.layer_fields) or self.num_layers
+        return attending - sum(self.is_linear)
 
     @property
     def linear_ratio(self) -> int:
@@ -228,18 +225,12 @@ class ModelDims:
         Attention is causal, so the score and value products cost half of the full square.
         """
         head = 2 * length * self.hidden_size * self.vocab_size
-        if self.layer_fields:
-            kinds = Counter(self.layer_fields)  # few, and this is asked for every sample
-            alike = ((replace(self, layer_fields=(), **dict(fields)), count) for fields, count in kinds.items())
-            return sum(count * ((one.forward_flops(length) - head) // self.num_layers) for one, count in alike) + head
-        attention = self._attention_flops(length) if self.attention == "grouped" else self._latent_flops(length)
-        num_linear, num_moe = sum(self.is_linear), sum(self.is_moe)
-        attention = attention * self.num_kv_layers + num_linear * self._linear_flops(length)
-        visited_width = self.expert_ffn * self.topk + self.shared_ffn
-        num_dense = (sum(self.has_mlp) if self.has_mlp else self.num_layers) - num_moe
-        mlp_width = num_dense * self.ffn_hidden_size + num_moe * visited_width
-        mlp = 2 * (self.gate_factor + 1) * length * self.hidden_size * mlp_width
-        return attention + mlp + head
+        columns = (column or ((),) * self.num_layers for column in (self.layer_fields, self.is_linear, self.is_moe))
+        kinds = Counter(zip(*columns, strict=True))  # few, and this is asked for every sample
+        return head + sum(
+            count * _layer_flops(self._with(fields), length, bool(is_linear), bool(is_moe))
+            for (fields, is_linear, is_moe), count in kinds.items()
+        )
 
     def tower_flops(self, images: Iterable[int]) -> int:
         """Return the FLOPs of one forward pass of the vision tower; see :meth:`train_flops` for more.
@@ -253,30 +244,42 @@ class ModelDims:
         """Return the FLOPs of forward and backward passes, from those of the forward passes."""
         return 3 * text + (3 if self.trains_tower else 1) * tower
 
-    def _attention_flops(self, length: int) -> int:
-        widths = self.query_width * (1 + self.has_output_gate) + self.key_projections * self.key_width
-        projections = 2 * length * self.hidden_size * widths
-        output = 2 * length * self.query_width * self.hidden_size
-        scores_and_values = 2 * length * length * self.query_width
-        return projections + scores_and_values + output
 
-    def _latent_flops(self, length: int) -> int:
-        heads, hidden = self.num_attention_heads, self.hidden_size
-        if self.q_lora:
-            query = 2 * length * self.q_lora * (hidden + self.query_width)
-        else:
-            query = 2 * length * hidden * self.query_width
-        key_value = self.kv_lora * (hidden + heads * (self.qk_dim + self.v_dim))
-        key_value = 2 * length * (key_value + hidden * self.rope_dim)
-        scores_and_values = length * length * (self.query_width + self.value_width)
-        output = 2 * length * self.value_width * hidden
-        return query + key_value + scores_and_values + output
+def _layer_flops(dims: ModelDims, length: int, is_linear: bool, is_moe: bool) -> int:
+    attention = 0
+    if dims.attends:
+        grouped = _attention_flops if dims.attention == "grouped" else _latent_flops
+        attention = (_linear_flops if is_linear else grouped)(dims, length)
+    width = dims.expert_ffn * dims.topk + dims.shared_ffn if is_moe else dims.ffn_hidden_size
+    return attention + 2 * (dims.gate_factor + 1) * length * dims.hidden_size * width * dims.has_mlp
 
-    def _linear_flops(self, length: int) -> int:
-        """Return the FLOPs of linear attention: per token and value head a write of the state and two reads, of
-        Mamba-2 one.
-        """
-        widths = self.linear_channels + 2 * self.linear_value_width + self.linear_gates
-        projections = 2 * length * self.hidden_size * widths
-        touches = 2 if self.is_state_space else 3
-        return projections + 2 * touches * length * self.linear_value_width * self.linear_key_dim
+
+def _attention_flops(dims: ModelDims, length: int) -> int:
+    widths = dims.query_width * (1 + dims.has_output_gate) + dims.key_projections * dims.key_width
+    projections = 2 * length * dims.hidden_size * widths
+    output = 2 * length * dims.query_width * dims.hidden_size
+    scores_and_values = 2 * length * length * dims.query_width
+    return projections + scores_and_values + output
+
+
+def _latent_flops(dims: ModelDims, length: int) -> int:
+    heads, hidden = dims.num_attention_heads, dims.hidden_size
+    if dims.q_lora:
+        query = 2 * length * dims.q_lora * (hidden + dims.query_width)
+    else:
+        query = 2 * length * hidden * dims.query_width
+    key_value = dims.kv_lora * (hidden + heads * (dims.qk_dim + dims.v_dim))
+    key_value = 2 * length * (key_value + hidden * dims.rope_dim)
+    scores_and_values = length * length * (dims.query_width + dims.value_width)
+    output = 2 * length * dims.value_width * hidden
+    return query + key_value + scores_and_values + output
+
+
+def _linear_flops(dims: ModelDims, length: int) -> int:
+    """Return the FLOPs of linear attention: per token and value head a write of the state and two reads, of
+    Mamba-2 one.
+    """
+    widths = dims.linear_channels + 2 * dims.linear_value_width + dims.linear_gates
+    projections = 2 * length * dims.hidden_size * widths
+    touches = 2 if dims.is_state_space else 3
+    return projections + 2 * touches * length * dims.linear_value_width * dims.linear_key_dim

@@ -61,6 +61,22 @@ WRITES_ARGS = (
 )
 """Modules that may set attributes of args, beside ``flags.py`` of an extension."""
 
+FAMILY = re.compile(
+    r"deepseek|gemma|glm|gpt.?oss|kimi|llama(?!_)|mimo|minimax|mistral|mixtral|moonlight|nemotron|olmo|phi.?3|qwen|seed.?oss",
+    re.IGNORECASE,
+)
+"""Names of model families, which the core knows by their tables alone."""
+KNOWS_FAMILIES = {  # file or folder of the core -> why
+    "slime/backends/megatron_utils/models": "the families",
+    "slime/backends/sglang_utils/family_hooks": "the families, for engines",
+    "slime/backends/sglang_utils/cpu_shim": "names of SGLang's modules and kernels, and of transformers'",
+    "slime/flags/data.py": "public: values of --loss-mask-type",
+    "slime/flags/historical.py": "public: flags of the original",
+    "slime/flags/train.py": "public: --qwen-gdn-backend",
+    "slime/utils/mask_utils.py": "public: methods of MultiTurnLossMaskGenerator, and values of --loss-mask-type",
+    "slime/utils/processing_utils.py": "a package of that name",
+}
+
 
 def inside(module: str, packages: tuple[str, ...]) -> bool:
     """True when ``module`` is one of ``packages`` or lies in one."""
@@ -127,6 +143,24 @@ def fence_breaches(repo: Path) -> list[str]:
     return problems
 
 
+def families_in_the_core(repo: Path) -> list[str]:
+    """Return the lines of code, docstrings and comments aside, that name a family."""
+    problems = []
+    for path in python_files(repo):
+        place = path.relative_to(repo).as_posix()
+        if not place.startswith("slime/") or extension_of(module_name(path, repo)) or place.startswith("slime/ext/"):
+            continue
+        if any(place == known or place.startswith(f"{known}/") for known in KNOWS_FAMILIES):
+            continue
+        tree = ast.parse(path.read_text())
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            words = [value for _, value in ast.iter_fields(node) if isinstance(value, str) and id(node) not in prose]
+            if any(FAMILY.search(word) for word in words):
+                problems.append(f"{place}:{getattr(node, 'lineno', '')} {' '.join(words)[:60]}")
+    return problems
+
+
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -168,6 +202,16 @@ def test_tests_of_the_core_need_no_extension(tmp_path):
     write(tmp_path / "tests/unit/test_x.py", "from slime.ext.plan import fit\n")
     assert extensions_in_tests_of_the_core(tmp_path)
     assert extensions_in_tests_of_the_core(REPO) == []
+
+
+def test_the_check_finds_a_family_in_code_and_not_in_prose(tmp_path):
+    write(tmp_path / "slime/ray/job.py", '"""As GLM-4 has it."""\nif kind.startswith("gemma"):\n    pass\n')
+    write(tmp_path / "slime/backends/megatron_utils/models/glm4.py", 'KIND = "glm4"\n')
+    assert families_in_the_core(tmp_path) == ["slime/ray/job.py:2 gemma"]
+
+
+def test_the_core_names_no_model_family():
+    assert families_in_the_core(REPO) == []
 
 
 def test_foreign_libraries_stay_behind_their_fences():

@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.models import find_weight_map, has_tower
 from slime.ext.low_precision.folders.run import rewrite_folder
 from slime.ext.low_precision.folders.to_quantized import ToQuantized, to_fp8, to_int4
 from slime.weights.quantize import read_format
-from slime.weights.quantize.formats import read_weight
+from slime.weights.quantize.formats import PlainWeights, read_weight
 from tests.matrix.case import FamilyCase, load_cases, read_config, read_tensors
 from tests.matrix.comparisons import differing_tensors
 from tests.matrix.parity import FamilyRun, leave_world, run_check
@@ -37,15 +37,17 @@ def modules_without_groups(plain: Plain) -> list[str]:
     return [name.removesuffix(".weight") for name, t in plain.items() if t.dim() == 2 and t.size(1) % GROUP]
 
 
-RECIPES: Mapping[str, Callable[[Plain], ToQuantized]] = {
+RECIPES: Mapping[str, Callable[[Plain, PlainWeights], ToQuantized]] = {
     # Small blocks, which differ along both dimensions: every matrix has several, and some that the edge cuts.
-    "block": lambda plain: to_fp8("block", (32, 16)),
-    "block ue8m0": lambda plain: to_fp8("block", (32, 16), "ue8m0"),
-    "block 128": lambda plain: to_fp8("block"),
-    "channel": lambda plain: to_fp8("channel"),
-    "tensor": lambda plain: to_fp8("tensor"),
-    "int4": lambda plain: to_int4(GROUP, ignore_rules=modules_without_groups(plain)),
-    "int4 asymmetric": lambda plain: to_int4(GROUP, False, ignore_rules=modules_without_groups(plain)),
+    "block": lambda plain, kept: to_fp8("block", (32, 16), plain=kept),
+    "block ue8m0": lambda plain, kept: to_fp8("block", (32, 16), "ue8m0", plain=kept),
+    "block 128": lambda plain, kept: to_fp8("block", plain=kept),
+    "channel": lambda plain, kept: to_fp8("channel", plain=kept),
+    "tensor": lambda plain, kept: to_fp8("tensor", plain=kept),
+    "int4": lambda plain, kept: to_int4(GROUP, ignore_rules=modules_without_groups(plain), plain=kept),
+    "int4 asymmetric": lambda plain, kept: to_int4(
+        GROUP, False, ignore_rules=modules_without_groups(plain), plain=kept
+    ),
 }
 
 
@@ -57,7 +59,8 @@ class QuantizedRun:
         self.case = case
         self.folder = folder / "quantized"
         self.plain = read_tensors(self.run.bf16_folder)
-        rewrite_folder(RECIPES[recipe](self.plain), self.run.bf16_folder, self.folder)
+        kept = find_weight_map(case.config["model_type"]).plain
+        rewrite_folder(RECIPES[recipe](self.plain, kept), self.run.bf16_folder, self.folder)
         self.stored = read_tensors(self.folder)
 
     def export(self) -> tuple[float, float, str]:
@@ -86,12 +89,18 @@ class QuantizedRun:
         return _outcome(problems, f"{quantized} tensors quantized, {len(kept)} matrices kept")
 
     def _trained(self, args: Namespace, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those that the trainer has: a vision tower only where the flags ask for it."""
+        """Those that the trainer has: a vision tower only where the flags ask for it, keys only where layers do."""
         config = read_config(self.folder)
         if has_tower(args, config):
             return tensors
         weight_map = find_weight_map(config["model_type"])
-        return {name: tensor for name, tensor in tensors.items() if not weight_map.is_untrained(name)}
+        own = self.case.pushed(self.plain) if weight_map.spare and self.case.pushed else self.plain
+        modules = {name.rpartition(".")[0] for name in own}
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not weight_map.is_untrained(name) and name.rpartition(".")[0] in modules
+        }
 
     def _is_kept(self, name: str) -> bool:
         return name in self.stored and self.stored[name].element_size() > 1

@@ -30,6 +30,7 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
+from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.ext.fast_push.shard_buckets import CollectedBuckets, ShardBuckets
@@ -148,7 +149,11 @@ def compare_on_rank(
         expected = {hf_name: tensor.clone() for hf_name, tensor in whole}
         quantizer = None
         if form.quantized is not None:
-            quantized = [n for n, t in expected.items() if t.dim() == 2 and is_quantized_offline(n)]
+            quantized = [
+                n
+                for n, t in expected.items()
+                if t.dim() == 2 and is_quantized_offline(n, plain=find_weight_map(model_name).plain)
+            ]
             quantizer = Quantizer(form.quantized, quantized)
             expected = {n: t for key, tensor in expected.items() for n, t in quantizer.quantize(key, tensor)}
         weights = SentWeights(

@@ -6,12 +6,14 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slime.backends.megatron_utils.models import find_weight_map
 from slime.ext.low_precision.folders.run import rewrite_folder
 from slime.ext.low_precision.folders.to_quantized import ToQuantized, _fp8_config
-from slime.weights.quantize.formats import BlockFp8, is_quantized_offline
+from slime.weights.quantize.formats import BlockFp8, PlainWeights, is_quantized_offline
 from tests.matrix.case import FamilyCase, write_bf16_copy
 from tests.matrix.layouts import LAYOUTS as TRAINER_LAYOUTS
 from tests.matrix.layouts import Layout, write_checkpoint
@@ -141,7 +143,9 @@ def _run_case(
     folders = {"bf16": root / "bf16", "fp8": root / "fp8"}
     write_bf16_copy(plain, folders["bf16"])
     if "fp8" in quantizations:
-        rewrite_folder(to_small_blocks(), folders["bf16"], folders["fp8"])
+        rewrite_folder(
+            to_small_blocks(find_weight_map(case.config["model_type"]).plain), folders["bf16"], folders["fp8"]
+        )
     expected = {
         (quantization, size): _expected(addresses[size][0], str(folders[quantization]))
         for quantization in quantizations
@@ -176,13 +180,13 @@ def _run_case(
             yield Cell(case.name, name, mode, quantization, size, digest, result.problem)
 
 
-def to_small_blocks() -> ToQuantized:
+def to_small_blocks(plain: PlainWeights | None = None) -> ToQuantized:
     """The converter's recipe with smaller blocks than the tool allows: those of real models divide by 128."""
     return ToQuantized(
         BlockFp8(FP8_BLOCK),
         FP8_BLOCK[0],
-        is_quantized_offline,
-        lambda names: _fp8_config(names, weight_block_size=list(FP8_BLOCK)),
+        partial(is_quantized_offline, plain=plain),
+        lambda names: _fp8_config(names, plain, weight_block_size=list(FP8_BLOCK)),
         {"to": "fp8", "strategy": "block"},
     )
 

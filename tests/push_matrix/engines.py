@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -47,7 +48,9 @@ class MatrixEngine(LoadedModel):
 
 
 def _untrained(folder: str) -> Callable[[str], bool]:
-    return find_weight_map(read_config(Path(folder))["model_type"]).is_untrained
+    weight_map = find_weight_map(read_config(Path(folder))["model_type"])
+    spare = [re.compile(pattern) for pattern in weight_map.spare]
+    return lambda name: weight_map.is_untrained(name) or any(pattern.fullmatch(name) for pattern in spare)
 
 
 @contextmanager

@@ -18,11 +18,12 @@ from torch import Tensor
 from slime.backends.megatron_utils import sglang
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names, tensor_names
-from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.models import find_weight_map, plain_weights
 from slime.backends.megatron_utils.models.rule import to_hf
 from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
+from slime.utils.files import read_model_config
 from slime.weights.named_tensors import NamedTensors
 from slime.weights.quantize import Quantizer, make_quantizer, quantized_names, read_format
 from slime.weights.quantize.block_fp8 import transform_scale_ue8m0
@@ -110,7 +111,8 @@ def checkpoint_quantizer(
             "quantized; download it and give the folder's path"
         )
     quantized = quantized_names(stored, weight_format)
-    warn_of_unlisted_weights(quantization_config, stored, quantized)
+    plain = plain_weights(read_model_config(folder))
+    warn_of_unlisted_weights(quantization_config, stored, quantized, plain)
     return make_quantizer(
         quantization_config,
         quantized,

@@ -136,7 +136,7 @@ def freeze_indexer(model: torch.nn.Module) -> None:
     if names and not any(re.search(_INDEXER, name) for name in names):
         raise ConfigError(
             "--freeze-indexer is given, but no parameter of the model's attention belongs to an indexer; give it with "
-            "sparse attention only (--spec slime_plugins.models.glm5.glm5 get_glm5_spec)."
+            "sparse attention only (docs/models.md)."
         )
     freeze_parameters(model, freeze=[_INDEXER])
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,10 +175,13 @@ def own_dtype(args: Namespace, asked: str | None) -> str | None:
     return "float32" if args.fp32 else None
 
 
-def served_dtype(asked: str, folder: str) -> str:
+def served_dtype(asked: str, folder: str, *, of_fp32: Callable[[Mapping[str, Any]], str]) -> str:
     """Return the dtype of an engine whose ServerArgs have ``asked``; "auto" follows config.json as SGLang does.
 
     "" without a config.json to read.
+
+    Args:
+        of_fp32: gives what "auto" makes of a checkpoint in fp32, by its config.json.
     """
     if asked != "auto":
         return asked
@@ -187,9 +190,7 @@ def served_dtype(asked: str, folder: str) -> str:
     config = read_model_config(folder)
     parts = (config, config.get("text_config") or {})
     named = next((name for part in parts if (name := part.get("dtype") or part.get("torch_dtype"))), "float32")
-    if str(named) != "float32":
-        return str(named)
-    return "bfloat16" if str(config.get("model_type")).startswith("gemma") else "float16"
+    return str(named) if str(named) != "float32" else of_fp32(config)
 
 
 def _cpu_defaults(decided: Mapping[str, Any]) -> dict[str, Any]:

@@ -247,14 +247,15 @@ def unread_memory(model: nn.Module) -> list[Tensor]:
     a draft is read.  A layer that attends to the keys and values of another has rows for its own behind the queries'.
     """
     found: list[Tensor] = []
+    module: Any
     for module in model.modules():
         own = vars(module)
         if own.get("skip_topk") and not own.get("is_nextn"):
-            found += (parameter.detach() for parameter in module.indexer.parameters())  # type: ignore[union-attr]
+            found += (parameter.detach() for parameter in module.indexer.parameters())
         if own.get("is_kv_shared_layer"):
-            part = module.q_size / (module.q_size + 2 * module.kv_size)  # type: ignore[operator]
-            found += (parameter.detach() for parameter in module.k_norm.parameters())  # type: ignore[union-attr]
-            for parameter in module.qkv_proj.parameters():  # type: ignore[union-attr]
+            part = module.q_size / (module.q_size + 2 * module.kv_size)
+            found += (parameter.detach() for parameter in module.k_norm.parameters())
+            for parameter in module.qkv_proj.parameters():
                 dim = getattr(parameter, "output_dim", 0)  # that of block scales has a row for each block
                 first = math.ceil(parameter.size(dim) * part)
                 found.append(parameter.detach().narrow(dim, first, parameter.size(dim) - first))

@@ -12,6 +12,7 @@ from argparse import Namespace
 
 from slime.backends.megatron_utils.flags.model_dims import moe_layers
 from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names
+from slime.backends.megatron_utils.models import plain_weights
 from slime.ext.low_precision.folders.to_quantized import to_int4
 from slime.utils import env
 from slime.utils.errors import ConfigError
@@ -119,7 +120,8 @@ class Int4Selection:
 
     def __init__(self, args: Namespace) -> None:
         self._rounds_dense = args.int4_qat_dense
-        self._rule = to_int4(args.int4_qat_group_size).is_quantized
+        plain = plain_weights(read_model_config(args.hf_checkpoint)) if args.hf_checkpoint else None
+        self._rule = to_int4(args.int4_qat_group_size, plain=plain).is_quantized
         self._names: frozenset[str] | None = None
         if (packed := packed_format(args.hf_checkpoint)) is not None:
             self._names = quantized_names(stored_names(args.hf_checkpoint), packed)

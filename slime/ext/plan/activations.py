@@ -61,7 +61,7 @@ def layer_terms(
     recompute = recompute or Recompute()
     row = local_tokens(batch, sizes) * dims.hidden_size * batch.element_bytes
     keeps_norms = not recompute.drops("layernorm")
-    attends, has_mlp = dims.halves(layer)
+    attends, has_mlp = dims.attends, dims.has_mlp
     terms = {
         "residual before attention": row * _norm_copy(dims, batch) * attends,
         "norm before attention": row * keeps_norms * attends,

@@ -175,7 +175,8 @@ def engine_weights(dims: ModelDims, engine: EngineShape) -> int:
             own = _replaced_shared(dims, count.dense + count.frozen - router, engine, mlp_tp)
             per_layer.append((own + experts * matrix // inside) * engine.weight_bytes + 2 * router)
         else:
-            own_ffn = dims.of_layer(layer).ffn_hidden_size * dims.halves(layer)[1]
+            of_layer = dims.of_layer(layer)
+            own_ffn = of_layer.ffn_hidden_size * of_layer.has_mlp
             mlp = (dims.gate_factor + 1) * own_ffn * dims.hidden_size
             own = count.dense + count.frozen - mlp // engine.attention_tp + mlp // mlp_tp
             per_layer.append(own * engine.weight_bytes)

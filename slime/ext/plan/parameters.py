@@ -144,12 +144,11 @@ class Matrix:
 def layer_matrices(dims: ModelDims, sizes: ParallelSizes, layer: int) -> Iterator[Matrix]:
     """Yield the linear layers of one layer; ``layer`` as in :func:`layer_parameters`."""
     dims = dims.of_layer(layer)
-    attends, has_mlp = dims.halves(layer)
     if dims.has_linear_attention(layer):
         yield from _linear_attention(dims, sizes)
-    elif attends:
+    elif dims.attends:
         yield from _grouped_attention(dims, sizes) if dims.attention == "grouped" else _latent_attention(dims, sizes)
-    if not has_mlp:
+    if not dims.has_mlp:
         return
     if not dims.is_moe[min(layer, dims.num_layers - 1)]:
         yield from _mlp("mlp", dims, dims.ffn_hidden_size // sizes.tensor)
@@ -212,7 +211,7 @@ def layer_parameters(
     dims = dims.of_layer(layer)
     matrices = list(layer_matrices(dims, sizes, layer))
     dense = sum(one.size for one in matrices if not one.is_expert) + _attention_vectors(dims, sizes, layer)
-    num_norms = sum(dims.halves(layer)) + dims.post_norms
+    num_norms = dims.attends + dims.has_mlp + dims.post_norms
     dense += num_norms * dims.norm_params * dims.hidden_size + dims.own_parameters
     if not dims.is_moe[min(layer, dims.num_layers - 1)]:
         return ParameterCount(dense=dense) + _indexer(dims, layer)
@@ -232,7 +231,7 @@ def _attention_vectors(dims: ModelDims, sizes: ParallelSizes, layer: int) -> int
         if dims.is_state_space:
             return (cut + dims.linear_channels + dims.linear_value_heads + dims.linear_value_width) // sizes.tensor
         return cut // sizes.tensor + dims.linear_value_dim
-    if not dims.halves(layer)[0]:
+    if not dims.attends:
         return 0
     if dims.attention != "grouped":
         return dims.norm_params * (dims.kv_lora + (dims.q_lora or 0)) if dims.has_qk_norm else 0

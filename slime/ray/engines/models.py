@@ -19,6 +19,7 @@ from typing import Any
 
 import ray
 
+from slime.backends.megatron_utils.models import dtype_of_fp32
 from slime.backends.sglang_utils.external_engines import ExternalEngineInfo, check_capabilities
 from slime.backends.sglang_utils.router_process import (
     RouterHandle,
@@ -310,14 +311,15 @@ def wait_until_serving(groups: Sequence[EngineGroup], timeout_s: float) -> None:
 def _dtype_of(args: Namespace, model_path: str, overrides: Mapping[str, Any]) -> str:
     """Return the dtype in which a group of our own engines computes."""
     if overrides.get("dtype") is not None:
-        return served_dtype(str(overrides["dtype"]), model_path)
+        return served_dtype(str(overrides["dtype"]), model_path, of_fp32=dtype_of_fp32)
     return own_dtype(args, args.sglang_dtype) or ""
 
 
 def _told_dtype(info: ExternalEngineInfo, model_path: str) -> str:
     """Return the dtype that an external engine tells, or that follows from the checkpoint that it was started with."""
     told = info.server_args
-    return served_dtype(str(told.get("dtype") or "auto"), told.get("model_path") or model_path)
+    folder = told.get("model_path") or model_path
+    return served_dtype(str(told.get("dtype") or "auto"), folder, of_fp32=dtype_of_fp32)
 
 
 class ExternalGroup(EngineGroup):

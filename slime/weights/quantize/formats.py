@@ -7,6 +7,7 @@ them back from the files of a checkpoint.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -281,55 +282,56 @@ def _fp8_format(scale_name: str, weight: Tensor, scale: Tensor, weight_format: W
     raise DataError(f"{scale_name} has the shape {tuple(scale.shape)}, and no config.json says how to apply it")
 
 
-TOWERS = ("visual", "vision_tower", "audio_tower")
-"""Names of towers for images and sound in a checkpoint, and in engines."""
-
 # What a conversion leaves as it is: everything without a matrix product of its own (norms, embeddings), what decides
 # discretely (routers), the vocabulary projection, and matrices that SGLang holds in plain linear layers, which cannot
 # take a scale.  A push follows the converted checkpoint's index, so that this decides for it too.
 EXCLUDED: Mapping[str, str] = {
-    # part of the name -> why
+    # part of the name, in any family -> why
     "norm": "a vector",
     "embed": "looked up, not multiplied",
     "lm_head": "its logits are what is sampled from",
-    "shared_head.head": "a copy of lm_head in an MTP layer",
     "router": "chooses experts",
     ".gate.": "chooses experts",
-    "shared_expert_gate": "one row; a plain linear layer in the engine",
-    "weights_proj": "weighs the heads of the sparse-attention indexer",
-    "eh_proj": "joins the inputs of an MTP layer; a plain linear layer in the engine",
-    "input_proj": "MiMo's eh_proj",
-    "mtp.fc.": "Qwen's eh_proj",
     "conv1d": "a convolution",
-    "A_log": "a vector of the linear attention",
-    "dt_bias": "a vector of the linear attention",
-    "in_proj_a": "a few rows of the linear attention",
-    "in_proj_b": "a few rows of the linear attention",
-    "mixer.in_proj.": "ends in the steps of Mamba-2, a row a head: no whole block of an engine",
-    "per_layer_": "embeds a token for each layer; small",
-    **{f"{tower}.": "a tower for images or sound" for tower in TOWERS},
-    "multi_modal_projector.": "between the vision tower and the layers",
 }
 
 
-def is_quantized_offline(name: str, shape: Sequence[int] | None = None) -> bool:
+@dataclass(frozen=True, slots=True)
+class PlainWeights:
+    """What a conversion leaves as it is in one family, beside :data:`EXCLUDED`."""
+
+    parts: tuple[str, ...] = ()
+    """Of names of matrices that engines hold in plain linear layers, or that are not multiplied."""
+    apart: tuple[str, ...] = ()
+    """Regular expressions of tensors beside the language model, such as a vision tower's."""
+
+    def is_apart(self, name: str) -> bool:
+        return any(re.fullmatch(pattern, name) for pattern in self.apart)
+
+
+def is_quantized_offline(name: str, shape: Sequence[int] | None = None, plain: PlainWeights | None = None) -> bool:
     """Return True when a converter quantizes the tensor.
 
     Args:
         name: HF name of a tensor of an unquantized checkpoint.
+        plain: of its family (``WeightMap.plain``).
     """
-    if shape is not None and len(shape) != 2:
+    if not name.endswith(SUFFIX) or (shape is not None and len(shape) != 2):
         return False
-    return name.endswith(SUFFIX) and not any(part in name for part in EXCLUDED)
+    parts = (*EXCLUDED, *(plain.parts if plain else ()))
+    return not any(part in name for part in parts) and not (plain and plain.is_apart(name))
 
 
-def modules_to_not_convert(names: Iterable[str]) -> list[str]:
+def modules_to_not_convert(names: Iterable[str], plain: PlainWeights | None = None) -> list[str]:
     """Return the modules that a quantized config must name, so that engines build them unquantized.
 
+    Args:
+        plain: as :func:`is_quantized_offline` has it.
+
     Returns:
-        Module names in full, sorted, without those of norms, which no engine would quantize; a tower also as a whole,
-        by the name that it has in engines.
+        Module names in full, sorted, without those of norms, which no engine would quantize; what is beside the
+        language model also as a whole, by the name that it has in engines.
     """
-    kept = [name for name in names if name.endswith(SUFFIX) and not is_quantized_offline(name)]
-    towers = {tower for tower in TOWERS if any(f"{tower}." in name for name in kept)}
-    return sorted({name.removesuffix(SUFFIX) for name in kept if "norm" not in name} | towers)
+    kept = [name for name in names if name.endswith(SUFFIX) and not is_quantized_offline(name, plain=plain)]
+    apart = {name.removeprefix("model.").partition(".")[0] for name in kept if plain and plain.is_apart(name)}
+    return sorted({name.removesuffix(SUFFIX) for name in kept if "norm" not in name} | apart)

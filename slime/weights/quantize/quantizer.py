@@ -22,6 +22,7 @@ from slime.weights.quantize.formats import (
     BlockFp8,
     ChannelFp8,
     GroupInt,
+    PlainWeights,
     Shape,
     TensorFp8,
     WeightFormat,
@@ -160,15 +161,22 @@ def check_ignored_modules(quantization_config: Mapping[str, Any], quantized_name
 
 
 def warn_of_unlisted_weights(
-    quantization_config: Mapping[str, Any], stored_names: Collection[str], quantized_names: Collection[str]
+    quantization_config: Mapping[str, Any],
+    stored_names: Collection[str],
+    quantized_names: Collection[str],
+    plain: PlainWeights | None = None,
 ) -> list[str]:
-    """Warn of weights that look as if they should be quantized, are not, and are not listed as such."""
+    """Warn of weights that look as if they should be quantized, are not, and are not listed as such.
+
+    Args:
+        plain: of the family.
+    """
     ignored = IgnoredModules(quantization_config)
     unlisted = sorted(
         name
         for name in stored_names
         if name not in quantized_names
-        and is_quantized_offline(name)
+        and is_quantized_offline(name, plain=plain)
         and ignored.find(name.removesuffix(SUFFIX)) is None
     )
     if unlisted:

@@ -19,7 +19,7 @@ def test_experts_stacked_beside_their_biases_are_refused(tmp_path: Path) -> None
     names = [name for name, case in load_cases().items() if not case.has_quantized_form]
     assert names == ["gpt_oss"]
     load_cases(names)["gpt_oss"].write_checkpoint(tmp_path / "plain")
-    with pytest.raises(ConfigError, match=r"biases beside stacked experts \(gpt-oss\)"):
+    with pytest.raises(ConfigError, match=r"biases beside stacked experts"):
         rewrite_folder(to_fp8("block", (32, 16)), tmp_path / "plain", tmp_path / "fp8")
 
 

@@ -5,13 +5,17 @@ import json
 import pytest
 import torch
 
+from slime.backends.megatron_utils.models import find_weight_map
 from slime.ext.low_precision.folders.run import rewrite_folder
 from slime.ext.low_precision.folders.to_quantized import PLAIN_IN_INT4, to_fp8, to_int4
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.quantize import make_quantizer, quantized_names, read_format
 from slime.weights.quantize.block_fp8 import quantize_block, quantize_channel, quantize_tensor
+from slime.weights.quantize.formats import PlainWeights
 from slime.weights.stacked_experts import by_expert
 from tests.ext.low_precision.checkpoints import QUANTIZED, read_folder, same_bytes, tensors_of, write_folder
+
+SPARSE = find_weight_map("deepseek_v32").plain
 
 
 def quantized_weights(family, layers=3):
@@ -22,7 +26,8 @@ def quantized_weights(family, layers=3):
 def test_blocks_have_the_bytes_of_quantize_block_and_the_rest_is_untouched(tmp_path, family):
     tensors = tensors_of(family)
     source = write_folder(tmp_path / "plain", tensors)
-    report = rewrite_folder(to_fp8("block", [128, 128]), source, tmp_path / "fp8")
+    recipe = to_fp8("block", [128, 128], plain=find_weight_map(family).plain)
+    report = rewrite_folder(recipe, source, tmp_path / "fp8")
     assert report.is_complete and report.shards_written == 3
     expected = {}
     for name, tensor in tensors.items():
@@ -40,12 +45,12 @@ def test_a_push_gives_the_bytes_of_the_offline_conversion(tmp_path):
     tensors = tensors_of("deepseek_v32")
     source = write_folder(tmp_path / "plain", tensors)
     recipes = {
-        "block": to_fp8(),
-        "ue8m0": to_fp8("block", [64, 32], "ue8m0"),
-        "channel": to_fp8("channel"),
-        "tensor": to_fp8("tensor"),
-        "int4": to_int4(),
-        "asymmetric": to_int4(16, is_symmetric=False),
+        "block": to_fp8(plain=SPARSE),
+        "ue8m0": to_fp8("block", [64, 32], "ue8m0", plain=SPARSE),
+        "channel": to_fp8("channel", plain=SPARSE),
+        "tensor": to_fp8("tensor", plain=SPARSE),
+        "int4": to_int4(plain=SPARSE),
+        "asymmetric": to_int4(16, is_symmetric=False, plain=SPARSE),
     }
     for name, recipe in recipes.items():
         rewrite_folder(recipe, source, tmp_path / name, workers=2)
@@ -67,7 +72,8 @@ def test_stacked_experts_get_tensors_of_their_own(tmp_path):
         "multi_modal_projector.linear_1.weight": torch.randn(128, 128).to(torch.bfloat16),
     }
     source = write_folder(tmp_path / "plain", stacks, shards=1)
-    rewrite_folder(to_fp8("block", [128, 128]), source, tmp_path / "fp8")
+    beside = PlainWeights(apart=(r"model\.visual\..+", r"(vision_tower|multi_modal_projector)\..+"))
+    rewrite_folder(to_fp8("block", [128, 128], plain=beside), source, tmp_path / "fp8")
     parts = dict(by_expert(stacks))
     recipe = {name: quantize_block(tensor) for name, tensor in parts.items() if "experts" in name}
     expected = {name: quantized for name, (quantized, _) in recipe.items()}
@@ -78,8 +84,11 @@ def test_stacked_experts_get_tensors_of_their_own(tmp_path):
     assert [name for name in expected if not same_bytes(written[name], expected[name])] == []
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
     # By both names: the folder's, and the one under which GLM's engine would quantize its tower.
-    plain = ["model.visual.patch_embed.proj", "multi_modal_projector.linear_1", "vision_tower"]
-    assert config["modules_to_not_convert"] == [*plain, "vision_tower.layers.0.attention.q_proj", "visual"]
+    plain = ["model.visual.patch_embed.proj", "multi_modal_projector", "multi_modal_projector.linear_1"]
+    assert config["modules_to_not_convert"] == [
+        *plain,
+        *("vision_tower", "vision_tower.layers.0.attention.q_proj", "visual"),
+    ]
 
 
 def test_transposed_stacks_give_the_same_experts(tmp_path):
@@ -115,7 +124,7 @@ def test_tensors_that_do_not_fit_a_chunk_are_converted_in_runs_of_rows(tmp_path,
 
 def test_the_config_says_how_and_what_is_plain(tmp_path):
     source = write_folder(tmp_path / "plain", tensors_of("deepseek_v32"), config={"vocab_size": 256})
-    rewrite_folder(to_fp8("block", [64, 128], "ue8m0"), source, tmp_path / "fp8")
+    rewrite_folder(to_fp8("block", [64, 128], "ue8m0", plain=SPARSE), source, tmp_path / "fp8")
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
     assert config.pop("vocab_size") == 256
     quantization = config["quantization_config"]
@@ -139,7 +148,7 @@ def test_integers_leave_out_what_the_rules_name_and_what_engines_absorb(tmp_path
     source = write_folder(tmp_path / "plain", tensors, shards=1)
     at = "model.layers.0"
     rules = [r"re:.*\.experts\.1\.", f"{at}.self_attn.indexer"]
-    rewrite_folder(to_int4(32, ignore_rules=rules), source, tmp_path / "int4")
+    rewrite_folder(to_int4(32, ignore_rules=rules, plain=SPARSE), source, tmp_path / "int4")
     packed = {name for name in read_folder(tmp_path / "int4") if name.endswith("_packed")}
     modules = ("self_attn.q_b_proj", "self_attn.o_proj", *(f"mlp.experts.0.{n}_proj" for n in ("gate", "up", "down")))
     assert packed == {f"{at}.{name}.weight_packed" for name in modules}
@@ -153,7 +162,7 @@ def test_integers_leave_out_what_the_rules_name_and_what_engines_absorb(tmp_path
 
 def test_one_scale_per_tensor_is_not_for_what_the_engine_joins(tmp_path):
     source = write_folder(tmp_path / "plain", tensors_of("deepseek_v32", layers=1), shards=1)
-    rewrite_folder(to_fp8("tensor"), source, tmp_path / "fp8")
+    rewrite_folder(to_fp8("tensor", plain=SPARSE), source, tmp_path / "fp8")
     scaled = {name for name in read_folder(tmp_path / "fp8") if name.endswith("_scale")}
     joined = ["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"]
     modules = [name for name in QUANTIZED["deepseek_v32"] if name not in joined]

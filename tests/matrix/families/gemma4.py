@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,6 +22,7 @@ from tests.matrix.case import (
 from tests.matrix.flags import model_flags
 
 THREE_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
+LAYERS = "model.language_model.layers."
 TOWER = ("model.vision_tower.", "model.embed_vision.")
 VISION = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -38,7 +41,18 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
     for name, tensor in tensors.items():
         if name.endswith("layer_scalar"):
             tensor.copy_(1 + random_tensor(name, tensor.shape, generator))
+    for name in unread_keys(text):  # as published folders have them
+        like = f"{LAYERS}{text['layer_types'].index(text['layer_types'][int(name.split('.')[3])])}"
+        shape = tensors[f"{like}.self_attn.{name.partition('.self_attn.')[2]}"].shape
+        tensors[name] = random_tensor(name, shape, generator)
     write_tensors(folder, tensors)
+
+
+def unread_keys(config: Mapping[str, Any]) -> list[str]:
+    """Names of keys and values of layers that attend to those of others."""
+    count, shared = config["num_hidden_layers"], config.get("num_kv_shared_layers", 0)
+    parts = ("k_proj", "v_proj", "k_norm")
+    return [f"{LAYERS}{n}.self_attn.{part}.weight" for n in range(count - shared, count) for part in parts]
 
 
 def reference(folder: Path) -> torch.nn.Module:
@@ -90,22 +104,25 @@ CASE = FamilyCase(
     about="windows of 5 tokens in layers 1 and 2 of 3; in the last one 2 heads of keys, 24 wide, are the values; "
     "a quarter of each turns; logits capped at 4",
 )
+SMALL_CONFIG = {
+    **CASE.config,
+    "num_hidden_layers": 9,
+    "layer_types": THREE_LAYERS * 3,
+    "attention_k_eq_v": False,
+    "num_global_key_value_heads": None,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 10,
+    "vocab_size": 132,
+    "vocab_size_per_layer_input": 132,
+}
+UNREAD = unread_keys(SMALL_CONFIG)
 SMALL = replace(
     CASE,
     name="gemma4-small",
-    config={
-        **CASE.config,
-        "num_hidden_layers": 9,
-        "layer_types": THREE_LAYERS * 3,
-        "attention_k_eq_v": False,
-        "num_global_key_value_heads": None,
-        "num_key_value_heads": 2,
-        "num_kv_shared_layers": 3,
-        "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 10,
-        "vocab_size": 132,
-        "vocab_size_per_layer_input": 132,
-    },
+    config=SMALL_CONFIG,
+    pushed=lambda tensors: {name: t for name, t in without_tower(tensors).items() if name not in UNREAD},
     has_stages=False,
     about="the same with an embedding for each layer, the last 3 of 9 with the keys of layers 5 and 6",
 )

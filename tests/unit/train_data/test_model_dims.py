@@ -62,8 +62,11 @@ def test_layers_of_one_half_count_that_half_and_an_mlp_without_a_gate_two_matric
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 3}
     args = Namespace(**{**DENSE, "num_layers": 3, "swiglu": False}, **sizes, linear_value_head_dim=5)
     args.linear_attention_freq, args.num_experts = [1, 0, 0], None
-    model = replace(model_dims(args), is_state_space=True, attends=(True, True, False), has_mlp=(False, False, True))
-    assert [model.halves(layer) for layer in range(4)] == [(True, False), (True, False), (False, True), (True, True)]
+    halves = (True, True, False)
+    fields = tuple((("attends", attends), ("has_mlp", not attends)) for attends in halves)
+    model = replace(model_dims(args), is_state_space=True, layer_fields=fields)
+    layers = [model.of_layer(layer) for layer in range(4)]
+    assert [one.attends for one in layers] == [*halves, True] and not layers[1].has_mlp and model.num_kv_layers == 1
     mamba = 2 * 7 * 8 * (6 + 6 + 20 + 20 + 4) + 2 * 7 * 20 * 8 + 7 * 4 * 2 * (2 * 3 * 5)
     attention = 2 * 7 * 8 * (2 * 4 + 2 * 4) + 2 * 7 * 7 * 8 + 2 * 7 * 8 * 8
     assert model.forward_flops(7) == mamba + attention + 2 * 2 * 7 * 8 * 16 + 2 * 7 * 8 * 10

@@ -63,7 +63,7 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
         {"action": "store_false", "dest": "add_position_embedding", "default": True},
     ),
     _value("--rotary-seq-len-interpolation-factor", _MODEL, "Positions are divided by this factor.", type=float),
-    _switch("--use-rope-scaling", _MODEL, "Llama 3's frequency scaling of rotary embeddings."),
+    _switch("--use-rope-scaling", _MODEL, "--rope-scaling-factor divides low rotary frequencies."),
     _value("--rope-scaling-factor", _MODEL, "The factor of --use-rope-scaling.", type=float, default=8.0),
     OwnFlag(
         ("--yarn-truncate",),
@@ -75,7 +75,7 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
     _switch(
         "--quick-geglu",
         _BUILDERS,
-        "MLP and experts are gated by x * sigmoid(1.702 x) (gpt-oss); --glu-linear-offset is added to the other half.",
+        "MLP and experts are gated by x * sigmoid(1.702 x); --glu-linear-offset is added to the other half.",
     ),
     _switch("--untie-embeddings-and-output-weights", _MODEL, "The output projection has weights of its own."),
     _value("--vocab-size", _RESOLVE, "Vocabulary before padding; default: that of the HF config.", type=int),
@@ -89,9 +89,9 @@ OWN_FLAGS: tuple[OwnFlag, ...] = (
     _value("--max-position-embeddings", _MODEL, "Longest position; default: --seq-length.", type=int),
     _value("--seq-length", _RESOLVE, "Nominal sequence length; micro-batches are packed to their own.", type=int),
     _value("--spec", _MODEL, "Module and function that give the layer spec.", nargs=2, metavar=("MODULE", "NAME")),
-    _switch("--post-self-attn-layernorm", _LAYERS, "A norm after attention (GLM-4)."),
-    _switch("--post-mlp-layernorm", _LAYERS, "A norm after the MLP (GLM-4)."),
-    _switch("--use-gated-attention", _RESOLVE, "The same as --attention-output-gate (Qwen3-Next)."),
+    _switch("--post-self-attn-layernorm", _LAYERS, "A norm after attention, before its output is added."),
+    _switch("--post-mlp-layernorm", _LAYERS, "A norm after the MLP, before its output is added."),
+    _switch("--use-gated-attention", _RESOLVE, "The same as --attention-output-gate."),
     _switch("--enable-experimental", _INITIALIZE, "Let megatron-core use what it calls experimental."),
     _switch("--recompute-activations", _RESOLVE, "The same as --recompute-granularity selective."),
     # layout

@@ -174,7 +174,7 @@ def _rope(args: Namespace) -> dict[str, Any]:
         name = next(iter(given))
         raise ConfigError(
             f"{flag_of(name)} is {given[name]} without --multi-latent-attention or --position-embedding-type "
-            "yarn, where it has no effect; --use-rope-scaling stretches the positions of Llama 3."
+            "yarn, where it has no effect; --use-rope-scaling stretches positions in another way."
         )
     if not (is_yarn or is_latent):
         return {"rope_type": args.rope_type or "rope"}

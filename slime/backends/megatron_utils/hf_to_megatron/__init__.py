@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors, stored_dtypes
 from slime.backends.megatron_utils.layers.value_head import is_of_value_head
 from slime.backends.megatron_utils.models import FAMILIES, WeightMap, find_weight_map
-from slime.backends.megatron_utils.models.rule import EMBEDDING, OUTPUT_LAYER, from_hf
+from slime.backends.megatron_utils.models.rule import EMBEDDING, FP32, OUTPUT_LAYER, from_hf
 from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY, pad_vocabulary, tensor_parallel_slice
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
 from slime.train_data.model_dims import ModelDims
@@ -31,11 +31,6 @@ from slime.weights.named_tensors import check_finite, config_dtype, dtype_name
 logger = logging.getLogger(__name__)
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_COMPUTED_IN_FP32 = re.compile(
-    r"(decoder|mtp)\..*(norm\.weight|norm\.bias|\.norm_weight|\.router\.weight|\.router\.bias|\.A_log|\.D|\.dt_bias"
-    r"|\.conv_weight|\.conv_bias|\.softmax_offset|\.weights_proj\.weight)"
-)
-"""Parameters that their layers take in any precision: what is computed with them is computed in fp32."""
 
 
 def supports_hf_weight_loading(path: str | Path) -> bool:
@@ -65,7 +60,8 @@ def keep_fp32(model: Sequence[torch.nn.Module], folder: str, model_name: str | N
     weight_map = weight_map_of(folder, model_name)
     is_mixed = config_dtype(read_model_config(folder)) != torch.float32
     for name, shard in iter_global_parameters(model):
-        if not (_COMPUTED_IN_FP32.fullmatch(name) or name.endswith(weight_map.computed_in_fp32)):
+        is_of_layer = name.startswith(("decoder.", "mtp.")) and name.endswith(FP32)
+        if not (is_of_layer or name.endswith(weight_map.computed_in_fp32)):
             continue
         _, hf_names = weight_map.find(name, dims)
         if all(
@@ -217,7 +213,7 @@ def check_all_used(tensors: HfTensors, weight_map: WeightMap, shape: ModelDims) 
         and _EXPERT.sub(".experts.*.", name) not in read
         and name not in copies
         and not weight_map.is_untrained(name)
-        and not any(re.fullmatch(pattern, name) for pattern in weight_map.ignored)
+        and not any(re.fullmatch(pattern, name) for pattern in (*weight_map.ignored, *weight_map.spare))
     ]
     unused += [name for name in tensors.names() if name not in unused and not weight_map.has_place(name, shape)]
     unused += [f"{name}[{shape.num_experts}]" for name, rows in tensors.rows.items() if rows > shape.num_experts]

@@ -81,7 +81,7 @@ def left_out_tensors(
     folder: str, weight_map: WeightMap, shape: ModelDims, pushed: Manifest
 ) -> tuple[TensorEntry, ...]:
     """Return the tensors of a checkpoint that belong to parts that the trainer does not have, and so does not push."""
-    if not (weight_map.untrained or weight_map.mtp) or not stored_names(folder):
+    if not (weight_map.untrained or weight_map.spare or weight_map.mtp) or not stored_names(folder):
         return ()
     own = {entry.name for entry in pushed.tensors}
     dtypes = {code: name for name, code in STORED_DTYPES.items()}

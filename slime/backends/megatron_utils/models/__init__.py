@@ -11,12 +11,15 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.utils.errors import ConfigError
 from slime.utils.files import read_model_type
+
+if TYPE_CHECKING:
+    from slime.weights.quantize.formats import PlainWeights
 
 
 def _load_families() -> dict[str, ModelFamily]:
@@ -76,6 +79,18 @@ def published_config(checkpoint: str) -> Mapping[str, Any]:
     """
     name = PurePath(checkpoint).name
     return next((family.published[name] for family in FAMILIES.values() if name in family.published), {})
+
+
+def plain_weights(config: Mapping[str, Any]) -> PlainWeights | None:
+    """Return what converters leave as it is in a checkpoint; None for one of a model type that is not here."""
+    family = family_of(config)
+    return family.weight_map.plain if family else None
+
+
+def dtype_of_fp32(config: Mapping[str, Any]) -> str:
+    """Return the dtype in which an engine without ``--dtype`` serves a checkpoint in fp32."""
+    family = family_of(config)
+    return family.engine_dtype if family else "float16"
 
 
 def weight_map_of_run(model_name: str | None, hf_checkpoint: str) -> WeightMap:

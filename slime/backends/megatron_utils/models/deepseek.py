@@ -67,7 +67,13 @@ INDEXER = (
     Rule("self_attention.weights_proj.weight", ("self_attn.indexer.weights_proj.weight",)),
 )
 
-DEEPSEEK_SPARSE = replace(DEEPSEEK, family="GLM-5, GLM-5.2 and DeepSeek-V3.2", layer=(*DEEPSEEK.layer, *INDEXER))
+DEEPSEEK_SPARSE = replace(
+    DEEPSEEK,
+    family="GLM-5, GLM-5.2 and DeepSeek-V3.2",
+    layer=(*DEEPSEEK.layer, *INDEXER),
+    computed_in_fp32=(".weights_proj.weight",),
+    plain_parts=("weights_proj",),  # weighs the indexer's heads
+)
 
 INDEXER_SIZES = {
     # key of config.json -> attribute of args

@@ -131,7 +131,9 @@ DEEPSEEK_V4 = WeightMap(
     layer_prefix="layers.{layer}.",
     untrained=(r"mtp\..*", r"layers\.\d+\.ffn\.gate\.tid2eid"),
     engine_fp32=(*(f"_{part}" for part in HYPER_PARTS), "attn_sink", "compressor.ape"),
+    plain_parts=("weights_proj",),  # weighs the indexer's heads
     computed_in_fp32=(
+        *(".softmax_offset", ".weights_proj.weight"),
         *(f"{of}.{part}" for of in ("_streams", "stream_head") for part in HYPER_PARTS),
         "compressor.ape",
     ),

@@ -99,6 +99,8 @@ class ModelFamily:
     # --- engines
     engine_keys: Mapping[str, str] = field(default_factory=dict)
     """Key of config.json without which SGLang serves another model -> what it does without it."""
+    engine_dtype: str = "float16"
+    """In which SGLang serves a checkpoint in fp32 unless ``--dtype`` says otherwise."""
     engine_hides_experts: bool = False
     """SGLang's recorder of routed experts does not know the layers of this family (0.5.15.post1)."""
 

@@ -292,7 +292,8 @@ def hf_rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     nested = config.get("rope_scaling") or config.get("rope_parameters") or {}
     settings = {"rope_theta": config.get("rope_theta"), **nested}
     settings.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))
-    settings["rope_type"] = nested.get("rope_type") or nested.get("type") or "default"
+    kind = nested.get("rope_type") or nested.get("type") or "default"
+    settings["rope_type"] = str(kind).removeprefix("deepseek_")
     original = config.get("original_max_position_embeddings") or nested.get("original_max_position_embeddings")
     settings["original_max_position_embeddings"] = original or config.get("max_position_embeddings")
     return settings
@@ -312,7 +313,7 @@ def hf_yarn_settings(config: Mapping[str, Any], *, knows_truncate: bool = False)
     if kind == "default":
         return {"rotary_scaling_factor": 1.0}
     where = "--position-embedding-type yarn" if knows_truncate else "multi-latent attention"
-    if kind not in ("yarn", "deepseek_yarn"):
+    if kind != "yarn":
         raise ConfigError(
             f"config.json of --hf-checkpoint has rotary positions of type {kind!r}; {where} knows 'default' and "
             "'yarn'."

@@ -52,6 +52,7 @@ FAMILIES = (
         },
         fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, **NO_SOFTCAPS},
         flags=gemma3_flags,
+        engine_dtype="bfloat16",
         published={
             name: {"model_type": "gemma3_text", "sliding_window": 512, "sliding_window_pattern": 6}
             for name in ("gemma-3-270m", "gemma-3-270m-it", "gemma-3-1b-pt", "gemma-3-1b-it")

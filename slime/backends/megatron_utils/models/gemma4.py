@@ -41,6 +41,9 @@ GEMMA4 = WeightMap(
     ),
     layer_prefix=COMPOSITE["layer_prefix"],
     untrained=(r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..+",),
+    # Published folders have them in layers that attend to the keys of others, too.
+    spare=(r"model\.language_model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\..+",),
+    plain_parts=("per_layer_",),  # embeds a token for each layer; small
 )
 
 
@@ -182,6 +185,7 @@ FAMILIES = (
         fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "enable_moe_block": False},
         dims=gemma4_dims,
         flags=gemma4_flags,
+        engine_dtype="bfloat16",
         engine_keys={"vision_config": "it fails"},
         published={f"gemma-4-{size}{kind}": keys for size, keys in _PUBLISHED.items() for kind in ("", "-it")},
     ),

@@ -55,7 +55,12 @@ EXPERTS = (
     Rule("mlp.experts.linear_fc2.bias{expert}", ("mlp.experts.down_proj_bias[{expert}]",)),
 )
 
-GPT_OSS = WeightMap(family="gpt-oss", top=TOP, layer=(*NORMS, *ATTENTION, *ATTENTION_EXTRAS, *EXPERTS))
+GPT_OSS = WeightMap(
+    family="gpt-oss",
+    top=TOP,
+    layer=(*NORMS, *ATTENTION, *ATTENTION_EXTRAS, *EXPERTS),
+    computed_in_fp32=(".softmax_offset",),
+)
 
 WINDOW = 128
 """``sliding_window`` of the published models: keys that a query of every other layer sees, its own among them."""

@@ -133,6 +133,8 @@ NEMOTRON_H = WeightMap(
     layer_prefix="backbone.layers.{layer}.",
     untrained=(r"mtp\..*",),
     engine_fp32=("mixer.A_log",),
+    computed_in_fp32=(".norm_weight", ".A_log", ".D", ".dt_bias", ".conv_weight", ".conv_bias"),
+    plain_parts=("mixer.in_proj.",),  # ends in the steps, a row a head: no whole block of an engine
 )
 
 
@@ -168,8 +170,9 @@ _EXPERTS = "num_local_experts"
 
 def nemotron_h_dims(args: Namespace, config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return which half each layer has."""
-    attends = tuple(kind in ("mamba", "attention") for kind in kinds_of_run(args, config))
-    return {"is_state_space": True, "attends": attends, "has_mlp": tuple(not half for half in attends)}
+    attends = (kind in ("mamba", "attention") for kind in kinds_of_run(args, config))
+    fields = tuple((("attends", half), ("has_mlp", not half)) for half in attends)
+    return {"is_state_space": True, "layer_fields": fields}
 
 
 FAMILIES = (

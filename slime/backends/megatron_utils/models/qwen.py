@@ -22,6 +22,8 @@ SOFTMAX = {"moe_router_score_function": "softmax"}
 
 DENSE = WeightMap(family="dense Llama, Mistral, Seed-OSS, Qwen2 and Qwen3", top=TOP, layer=(*NORMS, *ATTENTION, *MLP))
 
+SHARED_GATE = ("shared_expert_gate",)
+"""One row; a plain linear layer in the engine."""
 SHARED_EXPERT = (
     *shared_expert_rules("shared_expert"),
     Rule("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",)),
@@ -31,6 +33,7 @@ QWEN_MOE = WeightMap(
     family="Qwen2 MoE and Qwen3 MoE",
     top=TOP,
     layer=(*NORMS, *ATTENTION, *MLP, *ROUTER, *EXPERTS, *SHARED_EXPERT),
+    plain_parts=SHARED_GATE,
 )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config, Flag
-from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT, SOFTMAX
+from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT, SHARED_GATE, SOFTMAX
 from slime.backends.megatron_utils.models.qwen3_next import (
     DELTA_NET,
     DELTA_NET_SIZES,
@@ -78,6 +78,7 @@ QWEN3_5 = replace(
     family="Qwen3.5 and Qwen3.6",
     layer=(*NORMS, *GATED_ATTENTION, IN_PROJ, *DELTA_NET[1:], *MLP, *ROUTER, *EXPERTS, *SHARED_EXPERT),
     untrained=(r"model\.visual\..+",),
+    plain_parts=(*SHARED_GATE, "in_proj_a", "in_proj_b"),  # a few rows
     **COMPOSITE,
 )
 

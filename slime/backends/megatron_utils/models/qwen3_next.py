@@ -17,8 +17,17 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import Config, Flag, fact, facts
-from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT, SOFTMAX
-from slime.backends.megatron_utils.models.rule import EXPERTS, MLP, NORMS, ROUTER, TOP, Rule, WeightMap, relaid_rule
+from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT, SHARED_GATE, SOFTMAX
+from slime.backends.megatron_utils.models.rule import (
+    EXPERTS,
+    MLP,
+    NORMS,
+    ROUTER,
+    TOP,
+    Rule,
+    WeightMap,
+    relaid_rule,
+)
 from slime.backends.megatron_utils.models.weight_layouts import check_rows, merge_qkv, split_qkv
 from slime.train_data.model_dims import ModelDims
 
@@ -121,6 +130,8 @@ QWEN3_NEXT = WeightMap(
     own_mtp_prefix="mtp.",
     mtp_layer_prefix="mtp.layers.{index}.",
     engine_fp32=("linear_attn.A_log",),
+    computed_in_fp32=(".A_log", ".dt_bias", ".conv_weight"),
+    plain_parts=(*SHARED_GATE, "in_proj_ba"),  # a few rows
 )
 
 DELTA_NET_SIZES = {

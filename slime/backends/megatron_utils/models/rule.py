@@ -11,12 +11,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from slime.backends.megatron_utils.models.weight_layouts import merge_gate_up, merge_qkv, split_gate_up, split_qkv
 from slime.train_data.model_dims import ModelDims
+
+if TYPE_CHECKING:
+    from slime.weights.quantize.formats import PlainWeights
 
 Merge = Callable[..., Tensor]
 Split = Callable[[Tensor, ModelDims], Sequence[Tensor]]
@@ -29,6 +32,8 @@ MAX_MTP_LAYERS = 8
 """More than any published model has; a run may go without those of its checkpoint."""
 TOWER = "vision_model."
 """Prefix of the parameters of a vision tower in the trainer's model."""
+FP32 = ("norm.weight", "norm.bias", ".router.weight", ".router.bias")
+"""Ends of the names of parameters that every layer takes in any precision."""
 OUTPUT_LAYER, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -86,15 +91,30 @@ class WeightMap:
     untrained: tuple[str, ...] = ()
     """Regular expressions of HF tensors of parts that a trainer may go without (a vision tower); engines then read
     them from ``--hf-checkpoint``, and exports copy them from there."""
+    spare: tuple[str, ...] = ()
+    """Regular expressions of HF tensors of layers that a layer may go without; one that does leaves them as they are
+    in ``--hf-checkpoint``."""
     engine_fp32: tuple[str, ...] = ()
     """Ends of the names of HF tensors that engines hold in fp32, whatever precision they compute in."""
     computed_in_fp32: tuple[str, ...] = ()
     """Ends of the names of Megatron parameters that the family's own layers take in any precision, and compute in
     fp32; a run keeps them in fp32 where ``--hf-checkpoint`` does."""
+    plain_parts: tuple[str, ...] = ()
+    """Parts of the names of HF matrices in layers that converters leave as they are: engines hold them in linear
+    layers that take no scale."""
     tower: str = ""
     """Prefix of the HF tensors of a vision tower that the trainer has, as transformers has it; empty for none."""
     together: tuple[tuple[str, ...], ...] = ()
     """HF modules of one layer whose tensors an engine must receive in one call, where the model has all of them."""
+
+    @cached_property
+    def plain(self) -> PlainWeights:
+        """What converters leave as it is: what is outside of layers, or beside the layer of an MTP layer."""
+        from slime.weights.quantize.formats import PlainWeights
+
+        names = (name for rule in (*self.top, *self.mtp) for name in rule.hf)
+        tower = (re.escape(self.tower) + ".+",) if self.tower else ()
+        return PlainWeights((*self.plain_parts, *names, *self.mtp_copies.values()), (*self.untrained, *tower))
 
     def mtp_prefix(self, index: int, shape: ModelDims) -> str:
         """Return what is in front of the HF tensors of an MTP layer."""
@@ -120,8 +140,11 @@ class WeightMap:
         return any(re.fullmatch(pattern, hf_name) for pattern in self.untrained)
 
     def is_left_out(self, hf_name: str, shape: ModelDims) -> bool:
-        """Return True for a HF tensor of a part that this model goes without: a vision tower, MTP layers."""
-        return self.is_untrained(hf_name) or self._is_in_mtp(hf_name, shape, first=shape.num_mtp_layers)
+        """Return True for a HF tensor of a part that this model may go without: a vision tower, MTP layers."""
+        left_out = (*self.untrained, *self.spare)
+        return any(re.fullmatch(pattern, hf_name) for pattern in left_out) or self._is_in_mtp(
+            hf_name, shape, first=shape.num_mtp_layers
+        )
 
     def _is_in_mtp(self, hf_name: str, shape: ModelDims, *, first: int = 0) -> bool:
         """Return True for a HF tensor of an MTP layer, counted from ``first``."""

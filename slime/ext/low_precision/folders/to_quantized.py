@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from slime.weights.quantize.formats import (
     BlockFp8,
     ChannelFp8,
     GroupInt,
+    PlainWeights,
     TensorFp8,
     WeightFormat,
     is_quantized_offline,
@@ -58,7 +60,7 @@ class ToQuantized:
         biased = [name for name in source.tensors if is_stack(name) and f"{name}_bias" in source.tensors]
         if biased:
             raise ConfigError(
-                f"{source.folder} has biases beside stacked experts (gpt-oss): {shown(biased)}; no engine loads such "
+                f"{source.folder} has biases beside stacked experts: {shown(biased)}; no engine loads such "
                 "experts in this format"
             )
         stacks = _stacks_of(source)
@@ -172,7 +174,11 @@ JOINED = "fused_qkv_a_proj_with_mqa"
 
 
 def to_fp8(
-    strategy: str = "block", block_size: Sequence[int] | None = None, scale_fmt: str | None = None
+    strategy: str = "block",
+    block_size: Sequence[int] | None = None,
+    scale_fmt: str | None = None,
+    *,
+    plain: PlainWeights | None = None,
 ) -> ToQuantized:
     """Quantize weights to FP8; the engine quantizes activations as they come.
 
@@ -180,6 +186,7 @@ def to_fp8(
         strategy: what shares a scale: ``block``, ``channel`` (a row) or ``tensor``.
         block_size: rows and columns of a block; None is 128 x 128.
         scale_fmt: ``ue8m0`` makes the scales powers of two.
+        plain: of the model's family.
 
     Raises:
         ConfigError: flags that do not go together, or a block that no engine can use.
@@ -193,15 +200,16 @@ def to_fp8(
             if value is not None:
                 raise ConfigError(f"{flag} is for --strategy block; leave it out with --strategy {strategy}")
     settings = {"to": "fp8", "strategy": strategy}
+    is_quantized = partial(is_quantized_offline, plain=plain)
     if strategy == "channel":
-        return ToQuantized(ChannelFp8(), 1, is_quantized_offline, _channel_config, settings)
+        return ToQuantized(ChannelFp8(), 1, is_quantized, lambda names: _channel_config(names, plain), settings)
     if strategy == "tensor":
         # Null and not absent: transformers takes 128 x 128 where nothing is said.
         return ToQuantized(
             TensorFp8(),
             None,
-            lambda name, shape: is_quantized_offline(name, shape) and not name.endswith(JOINED_BY_THE_ENGINE),
-            lambda names: _fp8_config(names, _joined_modules(names), weight_block_size=None),
+            lambda name, shape: is_quantized(name, shape) and not name.endswith(JOINED_BY_THE_ENGINE),
+            lambda names: _fp8_config(names, plain, _joined_modules(names), weight_block_size=None),
             settings,
         )
     block = _checked_block(DEFAULT_BLOCK if block_size is None else block_size)
@@ -211,8 +219,8 @@ def to_fp8(
     return ToQuantized(
         BlockFp8(block, ue8m0=scale_fmt == UE8M0),
         block[0],
-        is_quantized_offline,
-        lambda names: _fp8_config(names, **more),
+        is_quantized,
+        lambda names: _fp8_config(names, plain, **more),
         {**settings, **more},
     )
 
@@ -222,6 +230,8 @@ def to_int4(
     is_symmetric: bool = True,
     ignore_rules: Sequence[str] = (),
     scale_dtype: torch.dtype = torch.bfloat16,
+    *,
+    plain: PlainWeights | None = None,
 ) -> ToQuantized:
     """Round to nearest four-bit integers, in compressed-tensors' packed form.
 
@@ -229,6 +239,7 @@ def to_int4(
         ignore_rules: modules that stay as they are: ``re:`` and a regular expression, a name, or the front part of
             names.
         scale_dtype: in which engines hold the unquantized weights of this model.
+        plain: of the model's family.
 
     Raises:
         ConfigError: a group size or a rule that cannot work.
@@ -247,12 +258,12 @@ def to_int4(
     rules = (*ignore_rules, *PLAIN_IN_INT4)
 
     def is_quantized(name: str, shape: tuple[int, ...]) -> bool:
-        return is_quantized_offline(name, shape) and not is_ignored(name.removesuffix(SUFFIX), rules)
+        return is_quantized_offline(name, shape, plain) and not is_ignored(name.removesuffix(SUFFIX), rules)
 
     def config(names: Collection[str]) -> dict[str, Any]:
         weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group_size}
         weights |= {"symmetric": is_symmetric, "dynamic": False}
-        return _compressed_config("pack-quantized", ignored_by_int4(names, ignore_rules), weights, None)
+        return _compressed_config("pack-quantized", ignored_by_int4(names, ignore_rules, plain), weights, None)
 
     return ToQuantized(
         GroupInt(num_bits=4, group_size=group_size, is_symmetric=is_symmetric, scale_dtype=scale_dtype),
@@ -263,19 +274,22 @@ def to_int4(
     )
 
 
-def ignored_by_int4(names: Collection[str], ignore_rules: Sequence[str] = ()) -> list[str]:
+def ignored_by_int4(
+    names: Collection[str], ignore_rules: Sequence[str] = (), plain: PlainWeights | None = None
+) -> list[str]:
     """Return the plain modules that a config of packed integers lists.
 
     Regular expressions stay what they are: they are meant for the modules into which engines join these, too.
 
     Args:
         ignore_rules: as :func:`to_int4` has them.
+        plain: of the model's family.
     """
     rules = (*ignore_rules, *PLAIN_IN_INT4)
-    modules = [name.removesuffix(SUFFIX) for name in names if is_quantized_offline(name)]
+    modules = [name.removesuffix(SUFFIX) for name in names if is_quantized_offline(name, plain=plain)]
     patterns = [rule for rule in rules if rule.startswith("re:") and any(is_ignored(m, (rule,)) for m in modules)]
     named = [module for module in modules if is_ignored(module, rules) and not is_ignored(module, patterns)]
-    return [*patterns, *sorted({*named, *modules_to_not_convert(names)})]
+    return [*patterns, *sorted({*named, *modules_to_not_convert(names, plain)})]
 
 
 def is_ignored(module: str, rules: Sequence[str]) -> bool:
@@ -300,20 +314,22 @@ def _joined_modules(names: Collection[str]) -> list[str]:
     return sorted(modules | {f"{module.rpartition('.')[0]}.{JOINED}" for module in modules})
 
 
-def _fp8_config(names: Collection[str], plain: Collection[str] = (), **more: Any) -> dict[str, Any]:
+def _fp8_config(
+    names: Collection[str], plain: PlainWeights | None, others: Collection[str] = (), **more: Any
+) -> dict[str, Any]:
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         **more,
-        "modules_to_not_convert": sorted({*modules_to_not_convert(names), *plain}),
+        "modules_to_not_convert": sorted({*modules_to_not_convert(names, plain), *others}),
     }
 
 
-def _channel_config(names: Collection[str]) -> dict[str, Any]:
+def _channel_config(names: Collection[str], plain: PlainWeights | None) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
     activations = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
-    return _compressed_config("float-quantized", modules_to_not_convert(names), weights, activations)
+    return _compressed_config("float-quantized", modules_to_not_convert(names, plain), weights, activations)
 
 
 def _compressed_config(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from slime.backends.megatron_utils.models import find_weight_map
 from slime.weights.quantize import make_quantizer
 from slime.weights.quantize.block_fp8 import FP8
 from slime.weights.quantize.formats import is_quantized_offline, modules_to_not_convert
@@ -44,13 +45,13 @@ def quantized(folder: Path, family: str, settings: dict[str, Any]) -> tuple[dict
     """The family's checkpoint in ``folder``; its tensors as converters quantize them, and the config for them."""
     case = load_cases([family])[family]
     dataclasses.replace(case, config={**case.config, **settings}).write_checkpoint(folder)
-    plain = read_tensors(folder)
+    plain, kept = read_tensors(folder), find_weight_map(case.config["model_type"]).plain
     config = {
         **BLOCK_FP8,
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": modules_to_not_convert(plain),
+        "modules_to_not_convert": modules_to_not_convert(plain, kept),
     }
-    names = [name for name, tensor in plain.items() if is_quantized_offline(name, tensor.shape)]
+    names = [name for name, tensor in plain.items() if is_quantized_offline(name, tensor.shape, kept)]
     quantizer = make_quantizer(config, names)
     assert quantizer is not None
     stored = {

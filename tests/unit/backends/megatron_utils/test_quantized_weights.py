@@ -49,11 +49,11 @@ def test_converters_quantize_what_comes_from_the_matrices_of_the_layers(weight_m
         for rule in rules:
             expected = bool(prefix and QUANTIZED_PARAMETERS.fullmatch(rule.megatron))
             for name in rule.hf:
-                is_quantized = is_quantized_offline(prefix + name.replace("{expert}", "3"))
+                is_quantized = is_quantized_offline(prefix + name.replace("{expert}", "3"), plain=weight_map.plain)
                 has_form = name not in PLAIN_PARTS and not name.endswith("[{expert}]")
                 assert is_quantized == (expected and has_form), (rule.megatron, name)
     for copy in weight_map.mtp_copies.values():
-        assert not is_quantized_offline(f"model.layers.7.{copy}")
+        assert not is_quantized_offline(f"model.layers.7.{copy}", plain=weight_map.plain)
 
 
 # One parameter

@@ -5,7 +5,13 @@ import torch
 
 from slime.utils.errors import DataError
 from slime.weights.quantize.block_fp8 import FP8
-from slime.weights.quantize.formats import TensorFp8, is_quantized_offline, modules_to_not_convert, read_weight
+from slime.weights.quantize.formats import (
+    PlainWeights,
+    TensorFp8,
+    is_quantized_offline,
+    modules_to_not_convert,
+    read_weight,
+)
 
 QUANTIZED = (
     "model.layers.0.self_attn.q_proj.weight",
@@ -20,6 +26,10 @@ QUANTIZED = (
     "model.layers.3.mlp.shared_experts.up_proj.weight",
     "model.layers.3.mlp.shared_expert.up_proj.weight",
     "model.mtp_layers.0.self_attn.k_proj.weight",
+)
+PLAIN = PlainWeights(
+    ("weights_proj", "shared_expert_gate", "eh_proj.weight", "shared_head.head.weight", "input_proj.weight"),
+    (r"model\.visual\..+",),
 )
 KEPT = (
     "model.embed_tokens.weight",
@@ -39,22 +49,23 @@ KEPT = (
     "model.layers.61.shared_head.head.weight",
     "model.layers.61.shared_head.norm.weight",
     "model.mtp_layers.0.input_proj.weight",
+    "model.visual.blocks.0.attn.qkv.weight",
 )
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_matrices_of_attention_mlp_and_experts_are_quantized(name):
-    assert is_quantized_offline(name)
-    assert is_quantized_offline(name, (128, 64))
+    assert is_quantized_offline(name, plain=PLAIN)
+    assert is_quantized_offline(name, (128, 64), PLAIN)
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_the_rest_is_kept(name):
-    assert not is_quantized_offline(name)
+    assert not is_quantized_offline(name, plain=PLAIN)
 
 
 def test_the_config_names_the_matrices_that_are_kept():
-    assert modules_to_not_convert([*QUANTIZED, *KEPT]) == [
+    assert modules_to_not_convert([*QUANTIZED, *KEPT], PLAIN) == [
         "lm_head",
         "model.embed_tokens",
         "model.layers.0.self_attn.indexer.weights_proj",
@@ -64,6 +75,8 @@ def test_the_config_names_the_matrices_that_are_kept():
         "model.layers.61.embed_tokens",
         "model.layers.61.shared_head.head",
         "model.mtp_layers.0.input_proj",
+        "model.visual.blocks.0.attn.qkv",
+        "visual",
     ]
 
 
