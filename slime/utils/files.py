@@ -233,7 +233,7 @@ def read_object(
 def read_model_config(
     folder: str | Path, *, flag: str = "--hf-checkpoint", error: type[SlimeError] = ConfigError
 ) -> dict[str, Any]:
-    """Return ``config.json`` of a Hugging Face folder.
+    """Return ``config.json`` of a Hugging Face folder, ``quantization_config`` at the top.
 
     Raises:
         ConfigError: there is none.
@@ -246,7 +246,8 @@ def read_model_config(
             if value is not None and not fits(value):
                 shown = f"{flag}: {path}: {name} is {str(value)[:80]!r}"
                 raise error(f"{shown}; it must be {words}. {COPY_AGAIN}")
-    return config
+    quantized = (config.get("text_config") or {}).get("quantization_config")
+    return config if quantized is None else {"quantization_config": quantized, **config}
 
 
 def read_model_type(folder: str | Path, *, flag: str = "--hf-checkpoint") -> str:

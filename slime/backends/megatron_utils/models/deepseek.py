@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and what is laid out like it: R1, Kimi-K2, Moonlight, GLM-4.7-Flash; GLM-5, GLM-5.2 and DeepSeek-V3.2.
+"""DeepSeek-V3 and what is laid out like it: R1, Kimi-K2 (the text of 2.5), Moonlight, GLM-4.7-Flash; GLM-5, V3.2.
 
 Multi-latent attention, dense layers first, then experts with a biased sigmoid router, and shared experts.
 
@@ -22,12 +22,14 @@ from slime.backends.megatron_utils.models.rule import (
     MTP_COPIES,
     NORMS,
     SIGMOID_EXPERTS,
+    TEXT_PART,
     TOP,
     Rule,
     WeightMap,
     relaid_rule,
 )
 from slime.backends.megatron_utils.models.weight_layouts import turning_part_first, turning_part_last
+from slime.utils.files import language_config
 
 LATENT_ATTENTION = (
     # With --q-lora-rank queries come out of a latent, without it from one projection.
@@ -96,6 +98,11 @@ def sparse_dims(args: Namespace, hf_config: Mapping[str, Any] | None) -> dict[st
     }
 
 
+def text_alone(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the language model's part of a config.json that transformers has no class for."""
+    return {**language_config(dict(config)), "text_config": None}
+
+
 _FP8 = {"model_type": "deepseek_v3", "quantization_config": BLOCK_FP8}
 _INT4 = {
     "quant_method": "compressed-tensors",
@@ -128,6 +135,15 @@ FAMILIES = (
             "Kimi-K2-Instruct": {"quantization_config": BLOCK_FP8},
             "Kimi-K2-Thinking": {"quantization_config": _INT4},
         },
+    ),
+    ModelFamily(
+        model_types=("kimi_k25",),
+        config_class="deepseek_v3",
+        spelled_out=text_alone,
+        weight_map=replace(DEEPSEEK, family="Kimi-K2.5 (text)", **TEXT_PART),
+        always=SIGMOID,
+        num_experts_key="n_routed_experts",
+        published={"Kimi-K2.5": {"model_type": "kimi_k25", "quantization_config": _INT4}},
     ),
     _SPARSE,
     replace(
