@@ -23,8 +23,9 @@ from slime.weights.quantize.formats import is_quantized_offline
 QUANTIZED_PARAMETERS = re.compile(
     r"mlp\.(experts|shared_experts)\.linear_fc[12]\.weight(\{expert\})?"
     r"|mlp\.linear_fc[12]\.weight"
-    r"|self_attention\.(linear_(proj|qkv|[qkv]|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj)|wq_b|wk)\.weight"
-    r"|self_attention\.(in_proj|out_proj)\.weight"
+    r"|self_attention\.linear_(proj|qkv|[qkv]|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj)\.weight"
+    r"|self_attention\.(in_proj|out_proj|(indexer\.)?wq_b|wk|linear_kv_proj|linear_group_proj)\.weight"
+    r"|self_attention\.(indexer\.)?compressor\.(wkv|wgate)\.weight"
 )
 """The Megatron parameters of a layer whose HF tensors published FP8 checkpoints have quantized."""
 
