@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from slime.backends.megatron_utils.models import dtype_of_fp32
 from slime.backends.sglang_utils.external_engines import describe
 from slime.backends.sglang_utils.server_args import own_dtype, served_dtype
 from slime.ray.engines import models
@@ -46,8 +47,8 @@ def test_an_engine_of_the_job_has_the_trainers_dtype_unless_a_flag_says_otherwis
 )
 def test_auto_is_what_sglang_makes_of_it(tmp_path: Path, config: dict[str, Any], asked: str, dtype: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert served_dtype(asked, str(tmp_path)) == dtype
-    assert served_dtype("auto", str(tmp_path / "nowhere")) == ""
+    assert served_dtype(asked, str(tmp_path), of_fp32=dtype_of_fp32) == dtype
+    assert served_dtype("auto", str(tmp_path / "nowhere"), of_fp32=dtype_of_fp32) == ""
 
 
 def test_a_groups_override_and_an_external_engines_answer_win(tmp_path: Path) -> None:
