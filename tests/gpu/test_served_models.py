@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +28,7 @@ from slime.utils.net import get_free_port
 from tests.e2e.engine_owner import engine_args
 from tests.loaded_model.buckets import digests, fill, whole_buckets
 from tests.matrix.case import FamilyCase, reference_logits
-from tests.matrix.families import mimo, minimax_m2, qwen3
+from tests.matrix.families import mimo, minimax_m2, olmo3, qwen3
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -80,9 +80,11 @@ def servers(*folders_and_flags: tuple[Path, dict[str, Any]]) -> Iterator[list[SG
             engine.shutdown()
 
 
-def generate(engine: SGLangEngine, num_tokens: int, *, prompt_log_probs: bool = False) -> dict[str, Any]:
+def generate(
+    engine: SGLangEngine, num_tokens: int, *, prompt: Sequence[int] = PROMPT, prompt_log_probs: bool = False
+) -> dict[str, Any]:
     payload = {
-        "input_ids": PROMPT,
+        "input_ids": list(prompt),
         "sampling_params": {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": 0 if prompt_log_probs else -1,
@@ -176,6 +178,20 @@ def test_minimax_m2_is_served_as_transformers_has_it_and_pushed_into_in_fp8(tmp_
         assert noise < apart / 5
         push(fp8, converted[1], "7")
         assert torch.equal(prompt_log_probs(fp8), prompt_log_probs(other))
+
+
+def test_a_decoded_token_sees_the_window_of_a_prompt(tmp_path: Path) -> None:
+    """Windows of five tokens in four of five layers: one key less moves log-probs by .5."""
+    case = replace(olmo3.CASE, config={**olmo3.CASE.config, **SIZES})
+    folder, _ = checkpoints(tmp_path, case)
+    with servers((folder, {})) as (engine,):
+        decoded = [(token, log_prob) for log_prob, token, *_ in generate(engine, 64)["output_token_logprobs"]]
+        tokens = [*PROMPT, *(token for token, _ in decoded)]
+        engine.flush_cache()
+        again = generate(engine, 1, prompt=tokens, prompt_log_probs=True)["input_token_logprobs"][len(PROMPT) :]
+    apart = [abs(log_prob - as_prompt) for (_, log_prob), (as_prompt, *_) in zip(decoded, again, strict=True)]
+    print(f"\ndecoded against prompt: mean difference {sum(apart) / len(apart):.4f}")
+    assert sum(apart) / len(apart) < 0.1
 
 
 def test_a_draft_model_follows_a_push(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import copy
 import importlib
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,6 @@ from torch import Tensor
 from slime.utils.processing_utils import import_torchvision
 from slime.weights.stacked_experts import by_expert
 
-os.environ.setdefault("USE_HUB_KERNELS", "0")  # the references compute in torch; transformers would ask its hub
 FAMILIES = Path(__file__).parent / "families"
 WEIGHT_STD = 0.12
 """Standard deviation of every matrix: weights of the usual size of 0.02 hide wrong gradients."""

@@ -7,6 +7,7 @@ else SGLang finds them by the entry point of the installed package.
 Every answer names its engine.
 A pause ends as soon as aborted requests have.
 Scales that no push brings outlast a sleep.
+Decoding with Triton sees a whole window.
 Neither half of a request waits for one that has ended (``request_halves``).
 Ids with images go to an encoder as text does, a flush forgets features of images, and a request that brings some is
 refused.
@@ -59,6 +60,7 @@ _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _TOKENIZER = "transformers.PreTrainedTokenizerBase"
 _SLEEP = "sglang.srt.managers.scheduler_components.weight_updater"
 _MEMORY = "sglang.srt.utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal"
+_TRITON_ATTENTION = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
 _RECEIVER = "sglang.srt.disaggregation.encode_receiver.MMReceiverBase"
 
 
@@ -95,6 +97,8 @@ def register() -> None:
     ):
         HookRegistry.register(target, hook, kind)
     for_this_version = request_halves.HOOKS if sglang.__version__ == cpu_shim.TESTED_SGLANG else ()
+    if for_this_version and not cpu_shim.is_needed():
+        for_this_version = (*for_this_version, (f"{_TRITON_ATTENTION}.__init__", whole_window, "after"))
     for place, function, when in (*family_hooks(), *for_this_version):
         HookRegistry.register(place, function, HookType(when))
     for module in (native_layers, delta_nets) if cpu_shim.is_needed() else ():
@@ -118,6 +122,16 @@ def _wait_for_kernels(*_: Any) -> None:
     which is an illegal memory access.
     """
     torch.cuda.synchronize()
+
+
+def whole_window(result: None, backend: Any, *args: Any, **options: Any) -> None:
+    """Let a decoded token see as many keys as its layer's window has, itself among them.
+
+    SGLang's models give a window of w tokens as w - 1, the distance of the oldest key.  Triton's prefill masks by that
+    distance; its decoding of 0.5.15 takes it for the number of keys, and leaves the oldest out.
+    """
+    if backend.sliding_window_size is not None and backend.sliding_window_size > 0:
+        backend.sliding_window_size += 1
 
 
 def _restore_own_scales(original: Callable[..., None], model: torch.nn.Module, state: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from slime.backends.sglang_utils.sglang_plugin import (  # noqa: E402
     _keep_own_scales,
     _pause,
     _restore_own_scales,
+    whole_window,
 )
 
 
@@ -80,3 +82,10 @@ def test_scales_that_no_push_brings_outlast_a_sleep() -> None:
     _restore_own_scales(_import_static_state, model, state)
     assert model.attn.k_scale == 1.0 and model.attn.table.tolist() == [1.0] * 3
     assert model.attn.weight.isnan().all()  # the push brings it
+
+
+@pytest.mark.parametrize(("given", "seen"), [(4, 5), (None, None), (-1, -1)])
+def test_a_window_of_tritons_decoding_counts_the_token_itself(given: int | None, seen: int | None) -> None:
+    backend = SimpleNamespace(sliding_window_size=given)
+    whole_window(None, backend)
+    assert backend.sliding_window_size == seen
