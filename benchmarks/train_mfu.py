@@ -195,13 +195,13 @@ def start_trainer(options: argparse.Namespace, extra: list[str], folder: str) ->
     """Join the process group and make the parallel groups of the flags; gives complete args."""
     from slime.backends.megatron_utils import initialize
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+    from slime.utils.net import get_free_port
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     args = trainer_args(options, extra, world_size, folder)
     worker = MegatronTrainRayActor()
-    worker.set_rendezvous(
-        world_size, rank, os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", 29512))
-    )
+    port = int(os.environ.get("MASTER_PORT") or get_free_port(29512))
+    worker.set_rendezvous(world_size, rank, os.environ.get("MASTER_ADDR", "127.0.0.1"), port)
     worker.join_process_group(args)
     initialize.init(args)
     return args
