@@ -142,7 +142,10 @@ NEMOTRON = Seed(
         },
         weight_std=0.04,
         prepare=(torch_dist("nemotron3-nano-30B-A3B", NEMOTRON_FOLDER, f"{NEMOTRON_FOLDER}_torch_dist"),),
-        flags=f"{GPU_FLAGS} --sglang-ep-size 1 --sglang-cuda-graph-bs-decode 1 2 4 8 16",
+        flags=f"""
+            {GPU_FLAGS} --sglang-attention-backend flashinfer --sglang-ep-size 1
+            --sglang-cuda-graph-bs-decode 1 2 4 8 16
+        """,
         jobs=(
             Job(
                 "TP2 EP2 SP, Adam on the host; an engine of TP2",
