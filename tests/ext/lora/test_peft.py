@@ -31,12 +31,15 @@ from tests.matrix.comparisons import gradient_errors
 from tests.matrix.parity import one_process_world
 
 BOUND = 1e-5
+DEEP = {"gemma4-small": 1e-4}
+"""The bound of the matrix for gradients, where layers are nine: of these PEFT's own log-probs are 1e-5 from fp64."""
 EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
 TARGETS = {
     "llama3": ["all-linear"],
     "qwen3": ["q_proj", "v_proj", "down_proj"],
     "olmo3": ["all-linear"],
     "gemma4": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "gemma4-small": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "seed_oss": ["all-linear"],
     "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
@@ -76,7 +79,7 @@ def log_probs(args: Namespace, model: list[torch.nn.Module], data: dict) -> Tens
 def test_log_probs_gradients_and_folders_are_those_of_peft(family: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    case, targets = load_cases([family])[family], TARGETS[family]
+    case, targets, bound = load_cases([family])[family], TARGETS[family], DEEP.get(family, BOUND)
     case.write_checkpoint(tmp_path / "hf")
     reference = peft_model(case.load_reference(tmp_path / "hf"), targets)
     reference.save_pretrained(tmp_path / "adapter")
@@ -92,10 +95,10 @@ def test_log_probs_gradients_and_folders_are_those_of_peft(family: str, tmp_path
         trainer.run_backward(args, model, trainer.prepare(args, data))
         gradients = trainer.model_gradients(args, model)
         save_peft(adapter_table(args), tmp_path / "out", model, base_model=args.hf_checkpoint)
-    assert float((actual - torch.cat(expected)).abs().max()) < BOUND
+    assert float((actual - torch.cat(expected)).abs().max()) < bound
     named = {name.replace(".default", ""): p.grad for name, p in reference.named_parameters() if "lora_" in name}
     assert gradients.keys() == named.keys()
-    assert max(gradient_errors(gradients, named).values()) < BOUND
+    assert max(gradient_errors(gradients, named).values()) < bound
     # What the trainer writes is what it read, and peft takes it.
     theirs, ours = (load_file(tmp_path / folder / TENSOR_FILE) for folder in ("adapter", "out"))
     assert ours.keys() == theirs.keys()
