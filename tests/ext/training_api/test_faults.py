@@ -11,7 +11,7 @@ import pytest
 import tinker
 from tinker import types
 
-from slime.ext.training_api import queues, work_routes
+from slime.ext.training_api import queues, routes
 from slime.ext.training_api.backend import BackendDied, BackendError, PassRequest, PassResult
 from slime.ext.training_api.checkpoints import TRAINING
 from tests.ext.training_api.reference_backend import ReferenceBackend
@@ -182,7 +182,7 @@ def steps_of(promises: list[queues.Promise]) -> list[float]:
 def test_passes_of_many_clients_meet_in_one_call_and_clients_ask_until_it_is_done(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work_routes, "POLL_S", 0.01)
+    monkeypatch.setattr(routes, "POLL_S", 0.01)
     backend = ReferenceBackend(tiny_model, pause_s=0.1)
     with serve(backend, tiny_model, tmp_path) as served, served.client() as client:
         models = [trained(client, served) for _ in range(4)]
