@@ -32,10 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 class PlainPush(Transport):
-    """Pushes from one trainer rank."""
+    """Broadcasts from rank 0; each rank gives its buckets to the engine on its GPU."""
 
     def __init__(self, ranks: TrainerRanks) -> None:
         self._ranks = ranks
+        self._has_colocated = False
+        """An engine has a rank's GPU; all ranks know the same."""
         self._shares_gpu = False
         """An engine has this rank's GPU: it maps the rank's buckets."""
         self._beside: list[EngineProxy] = []
@@ -49,7 +51,7 @@ class PlainPush(Transport):
     def connect(self, engines: Sequence[EngineProxy], weights: SentWeights) -> None:
         """Find out which engines share a GPU with this rank."""
         colocated = [e for e in engines if e.is_colocated and e.gpu_offset + e.num_gpus <= self._ranks.world_size]
-        rank = self._ranks.rank
+        rank, self._has_colocated = self._ranks.rank, bool(colocated)
         self._shares_gpu = any(e.gpu_offset <= rank < e.gpu_offset + e.num_gpus for e in colocated)
         self._beside = [engine for engine in colocated if engine.gpu_offset == rank]
         self._remote = [e for e in engines if e not in colocated] if self._ranks.rank == 0 else []
@@ -97,14 +99,15 @@ class PlainPush(Transport):
         for index, flat in source.iter_buckets():
             bucket = named_views(flat, source.manifest.buckets[index], source.manifest)
             handle, buffer = self._share(push, bucket)
-            handles = self._ranks.gather(handle)
+            handles = self._ranks.gather(handle) if self._has_colocated else []
             if _is_whole(push):
                 try:
                     self._hand_over(push, handles)
                     self._group.broadcast(bucket, push.version, push.participants)
                 except PUSH_FAILURES as error:
                     push.failures.append(error)
-            self._ranks.gather(None)  # the engines have mapped the buffers until here
+            if self._has_colocated:
+                self._ranks.gather(None)  # the engines have mapped the buffers until here
             del buffer
         push.meet(f"sending the tensors of version {push.version}")
         _require_all(push)
