@@ -25,11 +25,7 @@ from slime.flags.group import FlagGroup, flag_of, problems_of
 from slime.utils.errors import ConfigError
 
 RULES = FlagGroup(
-    needs=(
-        ("lr_decay_style=WSD", "lr_wsd_decay_iters", "that is the number of steps of its last phase"),
-        ("use_routing_replay", "num_experts", "it replays the choice of experts"),
-        ("use_rollout_routing_replay", "num_experts", "it replays the choice of experts"),
-    ),
+    needs=(("lr_decay_style=WSD", "lr_wsd_decay_iters", "that is the number of steps of its last phase"),),
     excludes=(
         ("optimizer_cpu_offload", "use_stateless_adam", "the first moves Adam's moments, and the second has none"),
     ),
@@ -193,12 +189,17 @@ def _check_batch(args: Namespace) -> None:
 
 def _check_experts(args: Namespace) -> None:
     kinds = args.moe_router_load_balancing_type
-    if args.use_routing_replay and "sinkhorn" in kinds:
+    if args.use_routing_replay:
         flag = "--use-rollout-routing-replay" if args.use_rollout_routing_replay else "--use-routing-replay"
-        raise ConfigError(
-            f"{flag} chooses the experts of single tokens; --moe-router-load-balancing-type sinkhorn assigns them to "
-            "a batch as a whole; choose another one, or drop the replay."
-        )
+        if not args.num_experts:
+            raise ConfigError(
+                f"{flag} replays the choice of experts, and the model has none (--num-experts); drop it."
+            )
+        if "sinkhorn" in kinds:
+            raise ConfigError(
+                f"{flag} chooses the experts of single tokens; --moe-router-load-balancing-type sinkhorn assigns them "
+                "to a batch as a whole; choose another one, or drop the replay."
+            )
     if not args.num_experts:
         return
     shared = args.moe_shared_expert_intermediate_size
