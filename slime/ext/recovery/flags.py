@@ -82,9 +82,9 @@ GROUP = FlagGroup(
         ("trainer_recovery=checkpoint", "save_interval", _CHECKPOINT),
         ("trainer_recovery=memory", "save_interval", _CHECKPOINT),
         ("memory_checkpoint_interval", "trainer_recovery=memory", "copies are made for that"),
+        ("spare_nodes", "trainer_recovery=checkpoint trainer_recovery=memory", "nothing else starts on them"),
     ),
     excludes=(
-        ("spare_nodes", "trainer_recovery=off", "nothing starts on them"),
         ("spare_nodes", "colocate", "the engines of a node die with it"),
         ("spare_nodes", "debug_rollout_only", "there is no trainer"),
     ),
