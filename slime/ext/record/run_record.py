@@ -69,6 +69,7 @@ class RecordSink(Sink):
     def __init__(self, args: Namespace, process: str, *, primary: bool) -> None:
         self.config, self._args = record_config(args), args
         self.writer: RecordWriter | None = None
+        self._use: UseSampler | None = None
         self._is_primary = primary
         self._dropped: list[tuple[Sample, str]] = []
         """By filters since the last rollout."""
@@ -83,7 +84,7 @@ class RecordSink(Sink):
             logger.error("This run is not recorded: %s", error)
             return
         self.writer = RecordWriter(folder, process)
-        self._use = UseSampler(args)
+        self._use = UseSampler(args) if primary else None
         self._handler = _Warnings(self)
         logging.getLogger("slime").addHandler(self._handler)
 
@@ -91,15 +92,21 @@ class RecordSink(Sink):
         if self.writer is not None:
             self.writer.event(name, fields)
 
+    def begin(self, name: str, fields: Mapping[str, Any]) -> None:
+        if self.writer is not None and self._use is None and name == "train":
+            self._use = UseSampler(self._args)  # other processes have no step at whose end it would be logged
+
     def span(self, name: str, began: float, ended: float, fields: Mapping[str, Any]) -> None:
         if self.writer is not None:
             self.writer.add_span(name, began, ended, fields)
-            if name in STEP_SPANS and "rollout" in fields and (metrics := self._use.metrics()):
+            if self._use is None or name not in STEP_SPANS or "rollout" not in fields:
+                return
+            if metrics := self._use.metrics():
                 step = compute_rollout_step(self._args, fields["rollout"])
                 telemetry.log({**metrics, "rollout/step": step}, "rollout/step")
 
     def offer(self, ask: Callable[[], Any]) -> None:
-        if self.writer is not None:
+        if self._use is not None:
             self._use.offer(ask)
 
     def samples(self, kind: str, facts: Mapping[str, Any]) -> None:
@@ -124,7 +131,8 @@ class RecordSink(Sink):
 
     def close(self) -> None:
         if self.writer is not None:
-            self._use.close()
+            if self._use is not None:
+                self._use.close()
             logging.getLogger("slime").removeHandler(self._handler)
             self.writer.close()  # its thread still records what its files cost
             if self._is_primary:

@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from slime.flags.observability import tracking_config
 from slime.flags.security import job_secret
+from slime.utils.errors import ConfigError
 from slime.utils.files import user_folder
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ CLOSE_S = 10.0
 """For the sample that is being taken; the thread dies with the process."""
 GIB = 1024**3
 USED_GIB = 1.0
-"""A GPU with less memory in use is none of the job's."""
+"""The job does not use a GPU with less memory in use."""
 ENGINE_GAUGES = {
     "sglang:token_usage": "kv_use",
     "sglang:num_running_reqs": "engine_running",
@@ -45,7 +46,7 @@ class UseSampler:
 
     Args:
         args: the run's arguments, complete or not.
-        nvml: the module ``pynvml``; None for that of this machine.
+        nvml: the module ``pynvml``; None: the one of this machine.
     """
 
     def __init__(self, args: Namespace, nvml: Any = None) -> None:
@@ -67,10 +68,11 @@ class UseSampler:
         except Exception as error:  # the package, the driver's library or the GPUs are missing; each has its own error
             logger.debug("no use of GPUs is sampled: %s", error)
             return
-        self._claim = open(user_folder() / claim, "w")  # noqa: SIM115  held until close
         try:
+            self._claim = open(user_folder() / claim, "w")  # noqa: SIM115  held until close
             fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except (OSError, ConfigError) as error:
+            logger.debug("another process samples the GPUs, or nobody can: %s", error)
             return
         self._gpus = gpus
         self._start()
