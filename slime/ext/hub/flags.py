@@ -1,4 +1,4 @@
-"""What follows from ``--save-hf hub:ORG/NAME``; the hub has no flag of its own."""
+"""What follows from ``--save-hf hub:ORG/NAME``."""
 
 from __future__ import annotations
 
