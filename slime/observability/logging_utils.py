@@ -21,7 +21,7 @@ def init_tracking(args: Namespace, primary: bool = True) -> dict[str, Any]:
     Returns:
         ``slime.observability.telemetry.values_of_the_run``.
     """
-    if telemetry.is_open() and not primary:
+    if telemetry.is_open():
         return telemetry.values_of_the_run()
     from slime.compose import sinks
     from slime.ray.parts import load_all

@@ -24,6 +24,9 @@ def test_metrics_land_in_the_save_folder(tmp_path: Path) -> None:
 def test_the_primary_makes_the_run_id_that_no_flag_gave(tmp_path: Path) -> None:
     facts = logging_utils.init_tracking(arguments(tmp_path))
     assert list(facts) == ["wandb_run_id"]
+    assert logging_utils.init_tracking(arguments(tmp_path, wandb_run_id="mine")) == facts, "open already"
+    logging_utils.finish_tracking()
     assert logging_utils.init_tracking(arguments(tmp_path, wandb_run_id="mine")) == {}
+    logging_utils.finish_tracking()
     assert logging_utils.init_tracking(arguments(tmp_path), primary=False) == {}
     logging_utils.finish_tracking()
