@@ -140,7 +140,7 @@ class CompressedAttention(MegatronModule):
         """Return [s, 1, hidden] for [s, 1, hidden], each query within its own sequence, and no bias."""
         assert packed_seq_params is not None, "DeepSeek-V4 takes packed sequences"
         own, num_tokens = OwnTokens.of(packed_seq_params, self.cp_group), PackedStream.of(packed_seq_params).num_tokens
-        tables = kept_on(packed_seq_params, f"tables_of_{self.rotary.base}", lambda: self._tables(own.positions))
+        tables = kept_on(packed_seq_params, f"tables_of_{self.rotary}", lambda: self._tables(own.positions))
         query_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states))
         query = self.linear_q_up_proj(query_latent)[0].squeeze(1).unflatten(-1, (-1, self.layers.head_dim))
         wide = query.to(torch.promote_types(query.dtype, torch.float32))

@@ -13,6 +13,7 @@ entry, m = series of an entry (2 where they overlap), d = width of an entry, h =
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -165,7 +166,7 @@ class Compressor(torch.nn.Module):
 
 
 class EntryIndexer(torch.nn.Module):
-    """Chooses the entries that a query attends to, by a small attention to entries of their own; not trained."""
+    """Chooses the entries that a query attends to, by a small attention to entries that it makes; not trained."""
 
     def __init__(
         self,
@@ -235,5 +236,5 @@ def turn_last(x: Tensor, tables: RotaryTables) -> Tensor:
     """Rotate the last dimensions [..., rope] of rows [n, ..., d] in interleaved pairs, each row by its angles."""
     width = 2 * tables.cos.size(-1)
     plain, turning = x.split([x.size(-1) - width, width], dim=-1)
-    heads = turning.reshape(len(x), -1, width)
+    heads = turning.reshape(len(x), math.prod(x.shape[1:-1]), width)  # of no rows, too
     return torch.cat([plain, apply_rotary(heads, tables, interleaved=True).view_as(turning)], dim=-1)

@@ -7,7 +7,8 @@ import torch
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
-from slime_plugins.models.deepseek_v4.compression import PackedEntries, choose_entries
+from slime.backends.megatron_utils.layers.rotary import RotaryTables
+from slime_plugins.models.deepseek_v4.compression import PackedEntries, choose_entries, turn_last
 
 OFFSETS = torch.tensor([0, 9, 9, 12, 26], dtype=torch.int32)
 """Lengths 9, 0, 3 (too short for an entry) and 14."""
@@ -23,6 +24,13 @@ def test_entries_are_made_and_seen_within_a_sequence():
     starts = [0] * 9 + [9] * 3 + [12] * 14
     expected = [[e for e, end in ends.items() if starts[token] <= end <= token] for token in range(26)]
     assert seen == expected
+
+
+def test_sequences_that_are_all_too_short_have_no_entries():
+    entries = PackedEntries.from_offsets(torch.tensor([0, 3, 5], dtype=torch.int32), 4)
+    assert entries.tokens.shape == (0, 4) and entries.seen(torch.arange(5)).shape == (5, 0)
+    angles = torch.zeros(len(entries.tokens), 2)
+    assert turn_last(torch.zeros(len(entries.tokens), 6), RotaryTables(angles, angles)).shape == (0, 6)
 
 
 def test_the_best_of_the_entries_that_a_token_sees_are_chosen():
