@@ -49,6 +49,8 @@ OPTIMIZER_FILE = "optimizer.moments"
 header.  Engines read every ``*.safetensors`` of the folder as a part of the adapter."""
 _STEPS = "num_steps"
 
+MAX_PACKS = 16
+"""Of a micro-batch: each has a copy of its adapter and a gradient on the GPU, however few its tokens are."""
 Outputs = dict[int, dict[str, np.ndarray]]
 """What a loss gives, by the datum's place in its request."""
 
@@ -187,7 +189,8 @@ class AdapterTrainer:
         for pack in packs:
             place = first.get(pack.request.model_id, 0)
             while place < len(batches):
-                if pack.num_tokens + sum(one.num_tokens for one in batches[place]) <= self.args.max_tokens_per_gpu:
+                num_tokens = pack.num_tokens + sum(one.num_tokens for one in batches[place])
+                if num_tokens <= self.args.max_tokens_per_gpu and len(batches[place]) < MAX_PACKS:
                     break
                 place += 1
             else:
