@@ -252,7 +252,7 @@ def claim_snapshots(shared: Path) -> tuple[Path, SaveLock]:
     shared.mkdir(parents=True, exist_ok=True)
     for left in shared.glob(f"{SNAPSHOTS}*"):
         try:
-            lock = SaveLock(left)
+            lock = SaveLock(left, "--training-api-dir")
         except ConfigError:  # its server lives
             continue
         shutil.rmtree(left, ignore_errors=True)
