@@ -57,7 +57,8 @@ class Worker:
         async with self.lock:
             known = self.tasks.get(key, [])
             if "stop" in question or question["index"] >= len(known):
-                stop = question.get("stop", question.get("index", 0) + 1)
+                # A play takes twice as many as before: tasks are loaded a few times, not once for each.
+                stop = question["stop"] if "stop" in question else max(question["index"] + 1, 2 * len(known))
                 self.tasks[key] = known = await asyncio.to_thread(self.load, question, stop)
         return known
 
@@ -74,6 +75,7 @@ class Worker:
         if key not in self.serving:
             ready = asyncio.get_running_loop().create_future()
             self.serving[key] = (asyncio.create_task(self.serve(question, ready)), ready)
+            self.serving[key][0].add_done_callback(lambda _: self.serving.pop(key))  # the next play tries again
         return await asyncio.shield(self.serving[key][1])
 
     async def serve(self, question: Question, ready: asyncio.Future[Any]) -> None:

@@ -46,6 +46,7 @@ class _Process:
         self._numbers = itertools.count()
         self._open: dict[int, Future[dict[str, Any]]] = {}
         self._lock = threading.Lock()
+        self._writing = threading.Lock()  # apart: a full pipe must not keep answers from being read
         self.has_ended = False
         threading.Thread(target=self._read, name="answers of tasksets", daemon=True).start()
 
@@ -87,7 +88,7 @@ class _Process:
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         line = json.dumps(message) + "\n"
-        with self._lock:
+        with self._writing:
             self._process.stdin.write(line)
             self._process.stdin.flush()
 
@@ -176,12 +177,12 @@ async def generate(
             said = await within(args.taskset_timeout_s, asyncio.wrap_future(answer), late)
         finally:
             process.give_up(number)
-        ended.update(said)
+        ended.update({"reward": 0.0} | said)
         errors = [said["failure"]] if "failure" in said else said["errors"]
         ended["is_cut"] = said.get("is_truncated") or any("context_length_exceeded" in error for error in errors)
         if errors and not ended["is_cut"]:
             raise EnvironmentFailure(f"{asked['path']}: {'; '.join(errors)[:2000]}")
-        return float(said.get("reward", 0.0))
+        return float(ended["reward"])
 
     played = await play(args, sample, sampling_params, agent, evaluation=evaluation)
     return await rewarded(args, played, ended, is_cut=bool(ended.get("is_cut")))
