@@ -52,6 +52,10 @@ class Session:
             if not self.client.done():
                 self.client.set_exception(_cause(error))
                 self.client.exception()  # seen: perhaps nobody waits any more
+        finally:
+            if not self.client.done():  # cancelled while it started
+                self.client.set_exception(ConnectionError("the session was closed"))
+                self.client.exception()
 
     def _new_client(self) -> Client:
         from mcp import Client, StdioServerParameters
@@ -67,7 +71,9 @@ class Session:
         """End the connection and the process."""
         self._leaving.set()
         await asyncio.wait({self._task}, timeout=CLOSE_LIMIT_S)
-        self._task.cancel()
+        if not self._task.done():  # it still starts, perhaps
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=CLOSE_LIMIT_S)
 
 
 class Server:
