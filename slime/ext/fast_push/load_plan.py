@@ -256,7 +256,7 @@ def unread_memory(model: nn.Module) -> list[Tensor]:
             part = module.q_size / (module.q_size + 2 * module.kv_size)
             found += (parameter.detach() for parameter in module.k_norm.parameters())
             for parameter in module.qkv_proj.parameters():
-                dim = getattr(parameter, "output_dim", 0)  # that of block scales has a row for each block
+                dim = getattr(parameter, "output_dim", 0)  # block scales have a row for each block
                 first = math.ceil(parameter.size(dim) * part)
                 found.append(parameter.detach().narrow(dim, first, parameter.size(dim) - first))
     return found

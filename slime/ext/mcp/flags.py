@@ -1,4 +1,4 @@
-"""What follows from ``--rollout-tools mcp:SERVER``; MCP servers have no flag of their own."""
+"""What follows from ``--rollout-tools mcp:SERVER``; MCP servers have no flags."""
 
 from __future__ import annotations
 
