@@ -25,6 +25,8 @@ GATHER_S = 0.002
 """For requests of other clients to come along."""
 MAX_AHEAD = 4096
 """Requests of a model that wait."""
+MAX_PER_CALL = 256
+"""Requests of a call: each may be a micro-batch, however few its tokens are, and the call has a deadline."""
 
 Result = PassResult | Exception
 T = TypeVar("T")
@@ -100,7 +102,7 @@ class PassQueue:
     def _take(self) -> list[tuple[PassRequest, asyncio.Future[Result]]]:
         batch: list[tuple[PassRequest, asyncio.Future[Result]]] = []
         tokens = 0
-        while self._waiting and (tokens < self._tokens_per_call or not batch):
+        while self._waiting and len(batch) < MAX_PER_CALL and (tokens < self._tokens_per_call or not batch):
             model_id, entries = next(iter(self._waiting.items()))
             del self._waiting[model_id]
             request, future = entries.popleft()
