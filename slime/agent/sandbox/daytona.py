@@ -46,7 +46,7 @@ class DaytonaSandbox(hosted.HostedSandbox):
                 "DaytonaSandbox needs the package daytona, which is not installed: pip install -e '.[daytona]'."
             ) from error
         facts: dict[str, Any] = {"os_user": "root", "ephemeral": True, "auto_stop_interval": 0}
-        facts["ttl_minutes"] = math.ceil(self.timeout / 60)
+        facts["ttl_minutes"] = max(math.ceil(self.timeout / 60), 1)
         if self.is_snapshot:
             params: Any = daytona.CreateSandboxFromSnapshotParams(snapshot=self.image, **facts)
         else:
