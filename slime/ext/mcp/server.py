@@ -67,6 +67,11 @@ class Session:
         command, *words = shlex.split(self._where)
         return Client(stdio_client(StdioServerParameters(command=command, args=words), errlog=log))
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the connection is closed, or never opened."""
+        return self._task.done()
+
     async def close(self) -> None:
         """End the connection and the process."""
         self._leaving.set()
@@ -115,7 +120,10 @@ class Server:
             client = await asyncio.shield(session.client)
             answer = await client.call_tool(name, dict(arguments))
         except Exception as error:  # of the client, or of its transports
-            is_alive = isinstance(error, MCPError) and error.code in (INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND)
+            if isinstance(error, MCPError):
+                is_alive = error.code in (INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND)
+            else:  # the client refuses an answer that breaks the tool's schema
+                is_alive = isinstance(error, RuntimeError | ValueError) and not session.has_ended
             if not is_alive and self._session is session:
                 self._session = None
                 await asyncio.shield(session.close())
