@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from slime.__main__ import VERBS
 from tests.contracts.source_tree import REPO
 
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 PAGES += [REPO / "benchmarks/README.md", *sorted((REPO / "examples").glob("**/*.md"))]
-COMMAND = re.compile(r"\b(?:python3?|pytest|torchrun|make) [^`\n]*")
+COMMAND = re.compile(rf"\b(?:(?:python3?|pytest|torchrun|make) |slime (?:{'|'.join(VERBS)})\b)[^`\n]*")
 OF_TRAINING = {"train.py", "train_async.py"}
 """Their flags are those of ``test_pages.py``."""
 PASSES_ON = {"tools/plan.py"}
@@ -36,7 +37,7 @@ def text_of(page: Path) -> str:
 
 
 def commands() -> list[tuple[str, str, list[str]]]:
-    """(page, program, words behind it) of every ``python``, ``pytest``, ``torchrun`` and ``make`` command."""
+    """(page, program, words behind it) of every ``python``, ``pytest``, ``torchrun``, ``make`` and ``slime`` command."""
     found = []
     for page in PAGES:
         for line in COMMAND.findall(text_of(page)):
@@ -52,6 +53,12 @@ def commands() -> list[tuple[str, str, list[str]]]:
 def split(words: list[str]) -> tuple[str, list[str]]:
     """The program and its words; ``make X`` and ``pytest`` are programs of their own."""
     first, rest = words[0], words[1:]
+    if first == "slime":
+        verb, *rest = rest
+        if verb == "convert" and rest:
+            return f"tools/convert_{rest[0]}.py", rest[1:]
+        program = VERBS.get(verb, ("", ""))[0]  # in a list of verbs a comma follows
+        return ("train.py", rest) if verb == "train" else (program or "slime", rest)
     if first in ("make", "pytest"):
         return first, rest
     if first == "torchrun":

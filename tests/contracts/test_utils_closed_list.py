@@ -54,6 +54,7 @@ def test_a_facade_is_a_docstring_an_import_and_a_list_of_names():
 
 
 ADAPTERS = {
+    "slime.observability.logging_utils",
     "slime.utils.arguments",
     "slime.utils.data",
     "slime.utils.ppo_utils",

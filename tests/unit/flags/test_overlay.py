@@ -34,7 +34,7 @@ def test_other_keys_are_settings_of_plug_ins(make_args, overlay):
     [
         ("- a\n", "holds a list; a mapping of keys to values is needed"),
         ("custom_config_path: x\n", "overlays do not nest"),
-        ("weight_push_failure: refill\n", "--weight-push-failure refill restarts engines"),
+        ("weight_push_failure: refill\n", "--weight-push-failure refill has no effect without --use-fault-tolerance"),
     ],
 )
 def test_a_wrong_overlay_is_refused(make_args, overlay, text, says):

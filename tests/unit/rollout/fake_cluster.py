@@ -299,3 +299,8 @@ async def fan_out(args: Namespace, sample: Sample, sampling_params: dict[str, An
     second = Sample.from_dict(first.to_dict())
     second.response += "!"
     return [first, second]
+
+
+def remember_groups(args: Namespace, groups: list[Any], get_samples: Any = None) -> None:
+    """For the two hooks at the end of a rollout."""
+    CALLS.append([group[0].index for group in groups])

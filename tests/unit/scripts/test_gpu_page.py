@@ -30,20 +30,20 @@ def test_the_blocks_parse_and_name_files_that_exist():
 
 def test_the_way_is_install_doctor_demo_model_data_conversion_plan_run():
     way = [next(word for word in words if "=" not in word) for words in STEPS]
-    hf, python = ".venv/bin/hf", ".venv/bin/python"
-    assert way == ["make", python, "make", hf, hf, hf, python, python, "scripts/run-qwen3-4B.sh"]
+    assert way == ["make", "source", "slime", "make", "hf", "hf", "hf", "slime", "slime", "scripts/run-qwen3-4B.sh"]
     for words in STEPS:
         if words[0] == "make":
             assert shell("make", "-n", *words[1:]).returncode == 0
 
 
 def test_the_plan_of_the_page_runs():
-    words = next(words for words in STEPS if "tools/plan.py" in words)
-    done = shell(sys.executable, *words[2:], BASE_DIR="/models")
-    assert words[0] == "BASE_DIR=/models" and done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
+    words = next(words for words in STEPS if "plan" in words)
+    done = shell(sys.executable, "-m", *words[1:], BASE_DIR="/models")
+    assert words[:2] == ["BASE_DIR=/models", "slime"]
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
 
 
 def test_the_doctor_answers():
     words = next(words for words in STEPS if "doctor" in words)
-    done = shell(sys.executable, *words[1:], "--help")
+    done = shell(sys.executable, "-m", *words, "--help")
     assert done.returncode == 0 and done.stdout.startswith("usage: doctor.py")

@@ -141,9 +141,7 @@ class ModelFamily:
 
         known = copy.deepcopy(self.spelled_out(config))
         self._count_experts(known.get("text_config") or known)
-        kind = str(config.get("model_type"))
-        kind = kind if kind in self.model_types else self.model_types[0]
-        kind = kind if kind in CONFIG_MAPPING else self.config_class
+        kind = self.read_as(str(config.get("model_type")))
         if not kind:
             return self.with_defaults(language_config(known))
         config_class: Any = CONFIG_MAPPING[kind]
@@ -157,6 +155,17 @@ class ModelFamily:
         whole = language_config({**whole, "model_type": config.get("model_type")})
         self._count_experts(whole)
         return self.with_defaults(whole)
+
+    def read_as(self, kind: str) -> str:
+        """Return the model type whose class in transformers reads a config.json of ``kind``; "" if none does.
+
+        SGLang registers classes for more types once it is imported; they are its own reading.
+        """
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        kind = kind if kind in self.model_types else self.model_types[0]
+        is_its_own = kind in CONFIG_MAPPING and CONFIG_MAPPING[kind].__module__.startswith("transformers.")
+        return kind if is_its_own else self.config_class
 
     def _count_experts(self, config: dict[str, Any]) -> None:
         """Leave one number of experts: transformers saves several for some families, some of which nothing reads."""

@@ -24,7 +24,7 @@ FRESH = {
 
 
 def load(
-    monkeypatch: pytest.MonkeyPatch, *, is_resumed: bool = False, **changed: Any
+    monkeypatch: pytest.MonkeyPatch, *, is_from_load: bool = True, **changed: Any
 ) -> tuple[torch.nn.Linear, ModelSwitch, list[str]]:
     """Load the policies of a model of ones; a checkpoint that is read holds twos."""
     read: list[str] = []
@@ -38,7 +38,7 @@ def load(
     monkeypatch.setattr(policies.checkpoint, "load_checkpoint", load_checkpoint)
     switch = ModelSwitch([model])
     kept = Policies(Namespace(**{**FRESH, **changed}), [model], switch)
-    kept.load(with_ref=True, with_teacher=False, is_resumed=is_resumed)
+    kept.load(with_ref=True, with_teacher=False, is_from_load=is_from_load)
     return model, switch, read
 
 
@@ -55,7 +55,7 @@ def test_a_reference_that_the_actor_starts_from_is_not_read_again(monkeypatch: p
 
 @pytest.mark.parametrize(
     "changed",
-    [{"is_resumed": True}, {"ref_load": "other"}, {"finetune": False}, {"ckpt_step": 4}],
+    [{"is_from_load": False}, {"ref_load": "other"}, {"finetune": False}, {"ckpt_step": 4}],
     ids=["from a copy in memory", "another folder", "a run that goes on", "another step"],
 )
 def test_any_other_reference_is_read(monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]) -> None:
@@ -75,4 +75,4 @@ def test_a_teacher_that_is_not_there_is_named_by_the_flag_that_gave_it(given: di
     args = Namespace(**{**FRESH, **none, "use_opd": True, "opd_type": "megatron", **given})
     model = torch.nn.Linear(3, 2)
     with pytest.raises(DataError, match=f"{flag} is 'gone'"):
-        Policies(args, [model], ModelSwitch([model])).load(with_ref=False, with_teacher=True, is_resumed=False)
+        Policies(args, [model], ModelSwitch([model])).load(with_ref=False, with_teacher=True, is_from_load=True)

@@ -181,8 +181,7 @@ def test_a_pattern_keeps_its_mlp_layers_where_sglang_was_imported(
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_key_that_config_json_lacks_has_the_default_of_transformers_class(tmp_path: Path, kind: str) -> None:
-    family = FAMILIES[kind]
-    config_class = CONFIG_MAPPING[kind if kind in CONFIG_MAPPING else family.config_class]
+    config_class = CONFIG_MAPPING[FAMILIES[kind].read_as(kind)]
     full = {**config_class().to_diff_dict(), "model_type": kind}
     if text := full.get("text_config"):  # the whole class may give its text other values than the text's class
         full["text_config"] = {**CONFIG_MAPPING[text["model_type"]]().to_diff_dict(), "model_type": text["model_type"]}
