@@ -37,7 +37,7 @@ def text_of(page: Path) -> str:
 
 
 def commands() -> list[tuple[str, str, list[str]]]:
-    """(page, program, words behind it) of every ``python``, ``pytest``, ``torchrun``, ``make`` and ``slime`` command."""
+    """(page, program, words behind it) of every command of python, pytest, torchrun, make and slime."""
     found = []
     for page in PAGES:
         for line in COMMAND.findall(text_of(page)):
