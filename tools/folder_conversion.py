@@ -84,4 +84,9 @@ def plain_weights_of(folder: str | Path) -> PlainWeights | None:
             f"{folder} is a {config.get('model_type')}, whose tower would be quantized with the language model: no "
             "family of slime/backends/megatron_utils/models has its names. Convert a folder without a tower."
         )
+    if plain is None:
+        logger.warning(
+            "no family of slime/backends/megatron_utils/models is a %s: every matrix is quantized but the embeddings, "
+            "lm_head and routers; see that engines hold no other in a plain linear layer", config.get("model_type"),
+        )  # fmt: skip
     return plain
