@@ -27,8 +27,7 @@ from slime.flags.observability import tracking_config
 from slime.flags.security import job_secret
 from slime.observability.metrics_file import NewRecords, metrics_path
 from slime.observability.telemetry import Sink
-from slime.ray.engines.models import read_page
-from slime.ray.engines.verbs import JobState, PageSource
+from slime.ray.engines.verbs import JobState, PageSource, read_page
 from slime.ray.utils import listen_address
 from slime.utils.errors import ConfigError, DeadlineError
 from slime.utils.http_door import PageHandler, PageServer

@@ -6,11 +6,9 @@ group of regular engines.
 
 from __future__ import annotations
 
-import http.client
 import logging
 import random
 import threading
-import urllib.request
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ from slime.ray.engines.actor import PortCursors, start_engine_actor
 from slime.ray.engines.deadlines import MAX_START_ATTEMPTS, start_timeout_s
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, SERVES, EngineEvent
-from slime.ray.engines.verbs import PageSource
+from slime.ray.engines.verbs import PageSource, read_page
 from slime.ray.gpus import GpuSlice
 from slime.ray.utils import listen_address
 from slime.ray.waiting import wait_for
@@ -49,21 +47,6 @@ from slime.utils.net import is_port_available
 logger = logging.getLogger(__name__)
 
 NO_GPUS = GpuSlice(None, [], [])
-SCRAPE_TIMEOUT_S = 5.0
-"""For one engine's or router's page."""
-LARGEST_PAGE = 1 << 24
-
-
-def read_page(url: str, secret: str | None = None) -> str | None:
-    """Return the text of a Prometheus page; None where it does not answer."""
-    headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
-    try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(urllib.request.Request(url, headers=headers), timeout=SCRAPE_TIMEOUT_S) as answer:
-            return answer.read(LARGEST_PAGE).decode()
-    except (OSError, ValueError, http.client.HTTPException) as error:  # the last one of a page that is cut off
-        logger.debug("%s shows no metrics: %s", url, error)
-        return None
 
 
 @dataclass

@@ -5,6 +5,9 @@ The driver reads them to make the manager's handle; what they call is imported i
 
 from __future__ import annotations
 
+import http.client
+import logging
+import urllib.request
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +23,17 @@ if TYPE_CHECKING:
     from slime.ray.engines.ray_engine import RayEngine, UpdatableEngines
     from slime.weights.push.participants import ExcludedEngine
 
+logger = logging.getLogger(__name__)
+
 EngineChoice = Literal["updatable", "without_weights", "evaluation"]
 
 CONTROL_GROUP = "control"
 """Concurrency group of the short calls that must not queue behind a running ``generate``."""
 HANDLES_TIMEOUT_S = 120.0
 """For the description of engines to arrive through the object store."""
+SCRAPE_TIMEOUT_S = 5.0
+"""For one engine's or router's page."""
+LARGEST_PAGE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,18 @@ class PageSource:
     def name(self) -> str:
         """A description of the server that has the page."""
         return " ".join(self.labels.values())
+
+
+def read_page(url: str, secret: str | None = None) -> str | None:
+    """Return the text of a Prometheus page; None where it does not answer."""
+    headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(urllib.request.Request(url, headers=headers), timeout=SCRAPE_TIMEOUT_S) as answer:
+            return answer.read(LARGEST_PAGE).decode()
+    except (OSError, ValueError, http.client.HTTPException) as error:  # the last one of a page that is cut off
+        logger.debug("%s shows no metrics: %s", url, error)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
