@@ -15,7 +15,7 @@ from slime.observability import telemetry
 from slime.observability.metrics_file import NewRecords, evaluations
 
 MAX_CHARS = 120
-_LEFT_OUT_FIRST = ("lr", "packed", "entropy", "kl", "len", "train", "gen", "grad", "value loss", "|dlogp|")
+_LEFT_OUT_FIRST = ("lr", "packed", "entropy", "kl", "len", "train", "gen", "|dlogp|", "value loss", "grad")
 # label, metric names (the first that is there is shown), format
 _FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("rollout/raw_reward", "rollout/rewards"), "{:.3f}"),

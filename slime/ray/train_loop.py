@@ -14,6 +14,7 @@ a driver that outlives failures overrides that.
 
 from __future__ import annotations
 
+import logging
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -40,6 +41,8 @@ from slime.ray.trainers import Trainers
 from slime.ray.waiting import forget_all, unwatched, wait_for
 from slime.utils.misc import Box, should_run_periodic_action
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 JOB_STATE_TIMEOUT_S = 5.0
 """For a sink that asks, such as a page of metrics; without an answer it leaves the engines out."""
@@ -63,6 +66,15 @@ def job_state(manager: Any) -> JobState:
     return state
 
 
+def tell_if_finished(args: Namespace) -> None:
+    """Say that a resumed run has nothing left to train."""
+    if 0 < args.num_rollout <= args.start_rollout_id:
+        logger.warning(
+            "nothing is left to train: all %d rollouts are in --load %s; raise --num-rollout to go further.",
+            args.num_rollout, args.load,
+        )  # fmt: skip
+
+
 class TrainJob:
     """A running job: engines, trainers, and the steps that a loop takes with them.
 
@@ -79,6 +91,7 @@ class TrainJob:
         self.start_parts()
         self.push_weights()
         event("start", rollout=args.start_rollout_id, num_rollout=args.num_rollout)
+        tell_if_finished(args)
         span("start", self._step_began, time.time())
         self._step_began = time.time()
         Timer().reset()

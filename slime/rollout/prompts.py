@@ -57,8 +57,12 @@ def as_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
     return [dict(message) for message in prompt]
 
 
-def render(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, where: str, **kwargs: Any) -> str:
+def render(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, where: str, /, **kwargs: Any
+) -> str:
     """Render messages as text by the tokenizer's chat template, up to the point where the response begins.
+
+    ``kwargs`` go to the template, and win: ``tools=None`` offers a model none that was taught its own.
 
     Raises:
         DataError: as ``apply_chat_template``.

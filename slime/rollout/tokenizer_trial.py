@@ -106,7 +106,7 @@ class TokenizerTrial:
 
             tokenizer = load_tokenizer(self.folder, trust_remote_code=self._trusts_code)
             rows = ((where, (messages, kwargs)) for where, messages, kwargs in self._rows)
-            map_with_deadline(lambda where, row: render(tokenizer, row[0], where=where, **row[1]), rows)
+            map_with_deadline(lambda where, row: render(tokenizer, row[0], None, where, **row[1]), rows)
 
     def _refuse(self, place: str, error: str | None) -> None:
         """Raise for a trial that came to no end at ``place``."""

@@ -13,7 +13,7 @@ from slime.observability import telemetry
 from slime.observability.metrics_file import append_record, metrics_path, read_records
 from slime.observability.step_line import StepLine
 from slime.ray import waiting
-from slime.ray.train_loop import TrainJob
+from slime.ray.train_loop import TrainJob, tell_if_finished
 from slime.ray.trainers import Trainers
 
 
@@ -51,6 +51,13 @@ def test_a_job_of_no_rollouts_evaluates_and_prints_the_result(monkeypatch):
     monkeypatch.setattr(train, "start_job", lambda args: SimpleNamespace(**steps))
     train.train(Namespace(num_rollout=0, start_rollout_id=6, eval_interval=20))
     assert calls == ["evaluate", "report", "finish"]
+
+
+def test_a_resumed_run_with_nothing_left_says_so(caplog):
+    for start, num, says in ((3, 3, True), (2, 3, False), (6, 0, False)):
+        caplog.clear()
+        tell_if_finished(Namespace(start_rollout_id=start, num_rollout=num, load="runs/mine"))
+        assert ("raise --num-rollout" in caplog.text) == says
 
 
 def test_while_the_last_evaluation_is_awaited_deaths_of_the_trainer_do_not_count(monkeypatch):

@@ -86,6 +86,8 @@ def test_the_chat_template_gets_messages_tools_and_its_arguments(write):
     dataset = read(path, tool_key="tools", apply_chat_template=True, apply_chat_template_kwargs={"think": False})
     assert prompts(dataset) == ["user:hi tools=['t'] {'think': False}", "user:ho tools=None {'think': False}"]
     assert dataset[0].metadata == {"a": 1, "tools": ["t"]}
+    untold = read(path, tool_key="tools", apply_chat_template=True, apply_chat_template_kwargs={"tools": None})
+    assert prompts(untold) == ["user:hi tools=None {}", "user:ho tools=None {}"], "its arguments win"
 
 
 def test_prompts_beyond_the_length_are_left_out_in_order_and_messages_are_kept(write, caplog):
