@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.seeds.recipes import CPU_SIZES, GPU_SIZES, Form, Job, Seed, torch_dist
+from tests.seeds.recipes import COLOCATED, CPU_SIZES, DENSE, GPU_SIZES, Form, Job, Seed, torch_dist
 
-COLOCATED = "--colocate --rollout-num-gpus 2 --actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2"
 CPU_FLAGS = f"{CPU_SIZES} --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --global-batch-size 16"
 GPU_FLAGS = f"{GPU_SIZES} --global-batch-size 64"
-DENSE = {
-    **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2},
-    **{"head_dim": 64, "intermediate_size": 1024},
-}
 
 OLMO_YARN = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0, "original_max_position_embeddings": 512}
 OLMO_LAYERS = {

@@ -6,11 +6,21 @@
 from __future__ import annotations
 
 from tests.seeds.families import FAMILIES
-from tests.seeds.recipes import CPU_SIZES, GPU_SIZES, TRITON_FP8, Form, Job, Seed, fp8, torch_dist
+from tests.seeds.recipes import (
+    COLOCATED,
+    CPU_SIZES,
+    DENSE,
+    GPU_SIZES,
+    ONE_ENGINE,
+    TRITON_FP8,
+    Form,
+    Job,
+    Seed,
+    fp8,
+    torch_dist,
+)
 
-ONE_ENGINE = "--actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2"
 NO_DEEPEP = "--moe-token-dispatcher-type alltoall --sglang-cuda-graph-bs-decode 1 2 4 8 16"
-COLOCATED = f"--colocate --rollout-num-gpus 2 {ONE_ENGINE}"
 TP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --context-parallel-size 1"
 
 MINIMAX_STAGES = "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 2 --expert-model-parallel-size 1"
@@ -83,11 +93,6 @@ NEXT = Seed(
     ),
 )
 
-QWEN_SIZES = {
-    **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
-    **{"intermediate_size": 1024},
-}
-
 INT4 = Seed(
     title="Qwen3-30B-A3B in int4",
     script="low_precision/run-qwen3-30B-A3B-int4.sh",
@@ -95,7 +100,7 @@ INT4 = Seed(
     folder="Qwen3-30B-A3B",
     cpu=None,
     gpu=Form(
-        sizes={**QWEN_SIZES, "mlp_only_layers": [], "moe_intermediate_size": 256, "num_experts": 8},
+        sizes={**DENSE, "mlp_only_layers": [], "moe_intermediate_size": 256, "num_experts": 8},
         weight_std=0.04,
         prepare=(
             "python3 tools/convert_hf_to_int4_direct.py --group-size 128 --ignore-rules re:.*self_attn "
@@ -120,7 +125,7 @@ CHANNELS = Seed(
     folder="Qwen3-4B",
     cpu=None,
     gpu=Form(
-        sizes=QWEN_SIZES,
+        sizes=DENSE,
         weight_std=0.04,
         prepare=(
             "python3 tools/convert_hf_to_fp8.py --strategy channel --model-dir {base}/Qwen3-4B "
@@ -133,10 +138,6 @@ CHANNELS = Seed(
     ),
 )
 
-GLM4_SIZES = {
-    **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2},
-    **{"head_dim": 64, "intermediate_size": 1024},
-}
 GLM4_PREPARE = (torch_dist("glm4-9B", "GLM-Z1-9B-0414", "GLM-Z1-9B-0414_torch_dist"),)
 APART = """
     --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1 --tensor-model-parallel-size 1
@@ -150,7 +151,7 @@ HALF = Seed(
     folder="GLM-Z1-9B-0414",
     cpu=None,
     gpu=Form(
-        sizes=GLM4_SIZES,
+        sizes=DENSE,
         weight_std=0.04,
         prepare=GLM4_PREPARE,
         flags=GPU_SIZES,
@@ -175,7 +176,7 @@ DELTA = Seed(
         jobs=(Job("1 rank; an engine apart", f"{APART} {DELTA_FLAGS}"),),
     ),
     gpu=Form(
-        sizes=GLM4_SIZES,
+        sizes=DENSE,
         weight_std=0.04,
         prepare=GLM4_PREPARE,
         flags=GPU_SIZES,
@@ -196,7 +197,7 @@ PLAIN = Seed(
         jobs=(Job("1 rank; an engine apart", APART),),
     ),
     gpu=Form(
-        sizes=GLM4_SIZES,
+        sizes=DENSE,
         weight_std=0.04,
         prepare=GLM4_PREPARE,
         flags=f"{GPU_SIZES} --weight-push plain",

@@ -31,6 +31,13 @@ GPU_SIZES = """
     --sglang-max-total-tokens 65536 --sglang-server-concurrency 64 --sglang-max-running-requests 64
     --sglang-cuda-graph-max-bs-decode 16 --sglang-attention-backend triton --sglang-sampling-backend pytorch
 """
+ONE_ENGINE = "--actor-num-gpus-per-node 2 --rollout-num-gpus-per-engine 2"
+COLOCATED = f"--colocate --rollout-num-gpus 2 {ONE_ENGINE}"
+DENSE = {
+    **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2},
+    **{"head_dim": 64, "intermediate_size": 1024},
+}
+"""Sizes on a GPU of a model with an ordinary attention."""
 ALL = """
     --rm-type random --lr 1e-5 --save-interval 1 --eval-interval 1
     --load {save} --save {save} --save-debug-rollout-data {save}/dump/{{rollout_id}}.pt {model}
@@ -138,10 +145,7 @@ GLM4 = Seed(
         ),
     ),
     gpu=Form(
-        sizes={
-            **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2},
-            **{"head_dim": 64, "intermediate_size": 1024},
-        },
+        sizes=DENSE,
         weight_std=0.04,
         prepare=(torch_dist("glm4-9B", "GLM-Z1-9B-0414", "GLM-Z1-9B-0414_torch_dist"),),
         flags=GPU_SIZES,
@@ -531,8 +535,8 @@ MIMO = Seed(
     ),
     gpu=Form(
         sizes={
-            **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2},
-            **{"head_dim": 64, "intermediate_size": 1024, "num_nextn_predict_layers": 1},
+            **DENSE,
+            "num_nextn_predict_layers": 1,
         },
         weight_std=0.04,
         prepare=(torch_dist("mimo-7B-rl", "MiMo-7B-RL", "MiMo-7B-RL_torch_dist"),),
