@@ -1,4 +1,4 @@
-"""Clean-up after tests that fail: their processes end with them, and nobody else's.
+"""Clean-up after tests: what they opened in this process, and the processes of those that fail.
 
 A test that runs into its limit fails alone (``timeout_method = "signal"``), but what it started goes on: servers,
 ranks of a job, a Ray.  Every process inherits a mark from the test process that started it, so what a failed test has
@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import time
 import uuid
@@ -94,6 +95,14 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     except BaseException:
         kill_all(processes_since(start_s))
         raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Close the telemetry that code under test opened: a process has one, and the next test asks for another."""
+    yield
+    if (telemetry := sys.modules.get("slime.observability.telemetry")) is not None:
+        telemetry.stop()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
