@@ -16,6 +16,7 @@ from megatron.core import config as megatron_config
 from megatron.core import mpu, tensor_parallel
 
 from slime.backends.megatron_utils import cpu_platform
+from slime.backends.megatron_utils.training_names import share_args
 from slime.utils.errors import ConfigError
 from slime.utils.misc import call_hook
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def init(args: Namespace) -> None:
-    """Build the parallel groups, seed every generator, and call the user's init hook.
+    """Build the parallel groups, seed every generator, share the flags with plug-ins, and call the user's init hook.
 
     Raises:
         ConfigError: there is no default process group, or the parallel groups that exist have other sizes.
@@ -37,6 +38,7 @@ def init(args: Namespace) -> None:
         torch.use_deterministic_algorithms(True)
     if args.enable_experimental:
         megatron_config.set_experimental_flag(True)
+    share_args(args)
     if path := args.custom_megatron_init_path:
         call_hook("--custom-megatron-init-path", path, args)
 

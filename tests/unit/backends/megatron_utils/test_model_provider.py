@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from argparse import Namespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from slime.backends.megatron_utils.layers.layer_specs import RoutedExperts, get_
 from slime.backends.megatron_utils.layers.value_head import ValueHead
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.model_provider import freeze_parameters, get_model_provider
+from slime.backends.megatron_utils.training_names import share_args
 from slime.utils.errors import ConfigError, HookError
 from tests.unit.backends.megatron_utils.megatron_case import packed_logits, parse, start_single_process
 
@@ -73,6 +76,44 @@ def custom_provider(pre_process: bool = True, post_process: bool = True) -> torc
 
 def test_a_custom_provider_builds_the_model() -> None:
     assert isinstance(build("--custom-model-provider-path", f"{HERE}.custom_provider"), torch.nn.Linear)
+
+
+def megatrons_provider(pre_process: bool = True, post_process: bool = True) -> torch.nn.Module:
+    """A provider as users of Megatron-LM write it."""
+    from megatron.training import get_args, print_rank_0
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    print_rank_0("building")
+    return torch.nn.Linear(core_transformer_config_from_args(get_args()).hidden_size, 2)
+
+
+def test_a_custom_provider_gets_the_flags_as_megatron_gives_them(capfd) -> None:
+    model = build("--custom-model-provider-path", f"{HERE}.megatrons_provider")
+    assert model.in_features == 16 and "building" in capfd.readouterr().out
+    import megatron.training
+
+    with pytest.raises(ImportError, match="pretrain of megatron.training .* checkout of Megatron-LM"):
+        megatron.training.pretrain  # noqa: B018
+
+
+def test_a_checkouts_get_args_gives_the_flags_too(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "megatron/training"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("from megatron.training.global_vars import get_args")
+    (folder / "global_vars.py").write_text(
+        "def set_args(args):\n    global ARGS\n    ARGS = args\ndef get_args():\n    return ARGS\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.startswith("megatron.training")]:
+        monkeypatch.delitem(sys.modules, name)
+    first, second = Namespace(), Namespace()
+    share_args(first)
+    training = importlib.import_module("megatron.training")
+    assert training.__file__.startswith(str(tmp_path)) and training.get_args() is first
+    share_args(second)
+    assert training.get_args() is second
+    for name in [name for name in sys.modules if name.startswith("megatron.training")]:
+        del sys.modules[name]
 
 
 def test_a_custom_provider_that_does_not_import_is_refused() -> None:
