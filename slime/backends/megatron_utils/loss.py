@@ -301,7 +301,8 @@ def loss_function(
         cp_size=mpu.get_context_parallel_world_size(),
     )
     normaliser = num_tokens.int() if args.calculate_per_token_loss else torch.ones_like(num_tokens, dtype=torch.int)
-    values = torch.stack([num_tokens.float(), *(value.detach().float() for value in metrics.values())])
+    numbers = (num_tokens, *metrics.values())  # a custom loss may give plain numbers
+    values = torch.stack([torch.as_tensor(n, dtype=torch.float32, device=num_tokens.device).detach() for n in numbers])
     return scaled, normaliser, {"names": list(metrics), "values": values}
 
 

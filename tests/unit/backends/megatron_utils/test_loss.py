@@ -227,7 +227,7 @@ def half_of_log_probs(args: Namespace, batch: dict[str, Any], logits: torch.Tens
     """A user's loss, for the test below."""
     assert logits.dtype is torch.float32
     value = sum_of_sample_mean(torch.full((sum(batch["response_lengths"]),), 0.5)) + 0 * logits.sum()
-    return value, {"mine": value}
+    return value, {"mine": value, "plain": 0.25}
 
 
 def test_a_custom_loss_gets_fp32_logits_and_the_reducer() -> None:
@@ -235,7 +235,7 @@ def test_a_custom_loss_gets_fp32_logits_and_the_reducer() -> None:
     batch = make_batch()
     value, metrics = run(args, batch, make_logits(batch, [[-1.0] * 2, [-1.0] * 4]).bfloat16(), "custom_loss")
     assert value == 1.0
-    assert metrics == {"loss": 1.0, "mine": 1.0}
+    assert metrics == {"loss": 1.0, "mine": 1.0, "plain": 0.25}
 
 
 def test_missing_reference_log_probs_are_an_error_that_names_the_flag() -> None:
