@@ -49,6 +49,8 @@ def check_fan_out(groups: Iterable[Any], *, depth: int = 0) -> None:
 def _converted_by_plug_in(args: Namespace, samples: list[Sample]) -> TrainBatch:
     path = args.custom_convert_samples_to_train_data_path
     data = call_hook("--custom-convert-samples-to-train-data-path", path, args, samples)
+    if isinstance(data, dict) and "tokens" in data and all(sample.rollout_id is None for sample in samples):
+        data = {"rollout_ids": list(range(len(data["tokens"])))} | data
     needed = TrainBatch.required()
     missing = [name for name in needed if not isinstance(data, dict) or name not in data]
     if missing:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from slime.utils.errors import HookError
 from slime.utils.types import Sample
 
@@ -70,7 +72,7 @@ _NO_LISTS = (str, bytes, Mapping, set, frozenset)
 def check_samples(value: Any, says: Any, *, error: type[Exception] = HookError) -> None:
     """Check the samples that a plug-in made or changed, however deep they are nested in lists.
 
-    ``metadata`` that is None becomes an empty dict, since others look into it.
+    ``metadata`` that is None becomes an empty dict, since others look into it; the reward becomes ``plain_reward``.
 
     Args:
         value: what it returned.
@@ -95,6 +97,14 @@ def check_samples(value: Any, says: Any, *, error: type[Exception] = HookError) 
             raise error(f"{says} sample {_shown(value.index)} with {_shown(given)} in {name}; it must be {words}.")
     if value.metadata is None:
         value.metadata = {}
+    value.reward = plain_reward(value.reward)
+
+
+def plain_reward(reward: Any) -> Any:
+    """Return the number of a tensor that holds one, also within a dict; anything else as it is."""
+    if isinstance(reward, dict) and any(isinstance(entry, Tensor) for entry in reward.values()):
+        return {name: plain_reward(entry) for name, entry in reward.items()}
+    return reward.item() if isinstance(reward, Tensor) and reward.numel() == 1 else reward
 
 
 def _shown(value: Any) -> str:

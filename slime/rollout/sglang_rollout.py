@@ -285,6 +285,10 @@ async def _call_generate(
         raise HookError(f"{call} returned {type(entry).__name__}; it must return a Sample or a list of Samples.")
     check_samples(entry, f"{call} returned")
     for part in leaf_samples(entry):
+        part.index = sample.index if part.index is None else part.index
+        part.group_index = sample.group_index if part.group_index is None else part.group_index
+        if part.status is Sample.Status.PENDING and part.response_length and not GenerateState(args).aborted:
+            part.status = Sample.Status.COMPLETED
         if part.status is Sample.Status.ABORTED and part.remove_sample:  # the function gave it up
             part.remove_sample = False
             if not GenerateState(args).aborted:  # else that may be why: it begins again in another rollout

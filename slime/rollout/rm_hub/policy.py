@@ -24,6 +24,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from slime.flags.reward import RewardConfig
+from slime.rollout.base_types import plain_reward
 from slime.train_data.convert import is_finite
 from slime.utils.errors import ConfigError, GraderError, HookError
 from slime.utils.types import Sample
@@ -109,7 +110,7 @@ async def grade_by_policy(
     if not is_one_each(rewards, samples):
         return rewards  # the caller checks the shape, and names the function
     graded = []
-    for sample, reward in zip(samples, rewards, strict=True):
+    for sample, reward in zip(samples, map(plain_reward, rewards), strict=True):
         problem = problem_with_reward(config, reward) if may_vary else None
         if problem is None:
             FAILURES.succeeded()

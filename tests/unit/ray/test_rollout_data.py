@@ -70,6 +70,20 @@ def test_a_converter_gives_the_columns_that_training_needs(function, says):
         train_data([sample()], custom_convert_samples_to_train_data_path=path(function))
 
 
+def documented_columns(args, samples):
+    count = len(samples)
+    return {"tokens": [[1, 2]] * count, "response_lengths": [1] * count, "rewards": [0.5] * count} | {
+        "loss_masks": [[1]] * count
+    }
+
+
+def test_each_sample_of_a_converter_is_its_own_rollout_unless_samples_share_one():
+    flags = {"custom_convert_samples_to_train_data_path": path(documented_columns)}
+    assert train_data([sample(), sample()], **flags).rollout_ids == [0, 1]
+    with pytest.raises(HookError, match="without rollout_ids"):
+        train_data([sample(rollout_id=4), sample(rollout_id=4)], **flags)
+
+
 @pytest.mark.parametrize("reward", [None, "good", float("nan"), {"score": 1}, [1.0]])
 def test_a_reward_that_is_no_number_is_shown(reward):
     with pytest.raises(DataError, match=r"reward of sample 0 .* --reward-key, .* --custom-rm-path"):

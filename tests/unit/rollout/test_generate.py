@@ -8,6 +8,7 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
+import torch
 
 from slime.rollout import direct_workers, sglang_rollout
 from slime.rollout.config import rollout_config
@@ -93,6 +94,18 @@ def test_an_aborted_sample_gets_no_reward(monkeypatch):
 
     assert call(monkeypatch, aborted, Sample()).reward is None
     assert call(monkeypatch, None, Sample(), is_aborted=True).status is Sample.Status.ABORTED
+
+
+def test_a_new_sample_of_a_custom_function_takes_its_place_in_the_group_and_its_answer_is_complete(monkeypatch):
+    async def new(args, sample, sampling_params):
+        return [
+            Sample(tokens=[1, 2], response_length=length, rollout_id=3, reward=torch.tensor(0.5)) for length in (1, 0)
+        ]
+
+    answered, empty = call(monkeypatch, new, Sample(index=7, group_index=2))
+    assert (answered.index, answered.group_index, answered.status) == (7, 2, Sample.Status.COMPLETED)
+    assert type(answered.reward) is float and answered.reward == 0.5
+    assert empty.status is Sample.Status.PENDING
 
 
 def test_a_custom_function_that_returns_nothing_is_refused(monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from aiohttp import web
 
 from slime.rollout import control_client, rm_hub
@@ -49,6 +50,7 @@ async def moody(args: Namespace, sample: Any, **kwargs: Any) -> Any:
     if sample.response in errors:
         raise errors[sample.response]
     rewards = {"nan": float("nan"), "nan32": np.float32("nan"), "text": "seven", "dict": {"score": 2.0}, "none": None}
+    rewards |= {"tensor": torch.tensor(0.5), "tensors": {"score": torch.tensor([2.0]), "why": "x"}}
     return rewards.get(sample.response, 1.0)
 
 
@@ -97,6 +99,11 @@ def test_mistakes_of_the_flags_end_the_run_under_every_policy(response, error):
 def test_a_reward_key_wants_an_object_that_has_it(response, reward):
     assert grade(response, reward_key="score", eval_reward_key="score")[0] == reward
     assert grade("dict", reward_key="acc")[0] == {"acc": 0.0}
+
+
+def test_a_tensor_of_one_number_is_a_reward():
+    assert type(grade("tensor")[0]) is float
+    assert grade("tensors", reward_key="score")[0] == {"score": 2.0, "why": "x"}
 
 
 def test_failures_in_a_row_end_the_run_with_the_first_cause():
