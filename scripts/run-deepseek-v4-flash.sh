@@ -3,8 +3,8 @@
 #
 #   scripts/run-deepseek-v4-flash.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #
-# BASE_DIR: a folder shared by all nodes, with DeepSeek-V4-Flash-bf16 (the published weights in bf16 and fp32, under
-# their names), the same _torch_dist, and dapo-math-17k.
+# BASE_DIR: a folder shared by all nodes, with DeepSeek-V4-Flash-bf16 (of tools/fp8_cast_bf16.py from the published
+# weights), the same _torch_dist, and dapo-math-17k.
 # MASTER_ADDR, HOSTFILE: see scripts/nodes.sh.  SOCKET_IFNAME (eth0): the network interface of all nodes.
 SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
 source "${SCRIPT_DIR}/lib.sh"

@@ -2,8 +2,9 @@
 
     python tools/fp8_cast_bf16.py --input-fp8-hf-path DeepSeek-R1 --output-bf16-hf-path DeepSeek-R1-bf16
 
-Scales may be per block (``weight_block_size`` of config.json, or 128 x 128), per row or per tensor.  The result's
-config.json has no quantization_config.  The same command resumes an interrupted run.
+Scales may be per block (``weight_block_size`` of config.json, or 128 x 128), per row or per tensor; experts may be in
+FP4 beside them (DeepSeek-V4).  The result's config.json has no quantization_config.  The same command resumes an
+interrupted run.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from slime.utils.errors import DataError
 
+GROUP = 32
+"""Numbers that share an exponent."""
 METHOD = "mxfp4"
 """``quant_method`` of the config."""
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -38,8 +40,22 @@ def dequantize(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
             f"{name}{BLOCKS} is {blocks.dtype} {list(blocks.shape)} and {name}{SCALES} {scales.dtype} "
             f"{list(scales.shape)}; MXFP4 has uint8 [.., G, 16] and [.., G]"
         )
-    table = torch.tensor([*_POSITIVE, *(-number for number in _POSITIVE)], device=blocks.device)
-    numbers = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], dim=-1).flatten(-2)
     exponents = scales.int()[..., None] - _EXPONENT_BIAS
-    weight = torch.ldexp(numbers, exponents).to(torch.bfloat16)
+    weight = torch.ldexp(_unpack(blocks), exponents).to(torch.bfloat16)
     return weight.flatten(-2).transpose(-1, -2)
+
+
+def multiply_out(packed: Tensor, scales: Tensor) -> Tensor:
+    """Return the matrix in bf16, exactly, that rows of packed numbers and their scales represent (DeepSeek-V4).
+
+    Args:
+        packed: ``[M, N / 2]`` of one byte each, in the order of a block.
+        scales: ``[M, N / 32]``, powers of two.
+    """
+    return (_unpack(packed) * scales.float().repeat_interleave(GROUP, -1)).to(torch.bfloat16)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    table = torch.tensor([*_POSITIVE, *(-number for number in _POSITIVE)], device=packed.device)
+    pairs = packed.view(torch.uint8)
+    return torch.stack([table[(pairs & 15).int()], table[(pairs >> 4).int()]], dim=-1).flatten(-2)

@@ -17,7 +17,7 @@ from tests.matrix.report import summary
 
 def test_experts_stacked_beside_their_biases_are_refused(tmp_path: Path) -> None:
     names = [name for name, case in load_cases().items() if not case.has_quantized_form]
-    assert names == ["deepseek_v4", "deepseek_v4-128", "gpt_oss"], "DeepSeek-V4's own forms are not read"
+    assert names == ["deepseek_v4", "deepseek_v4-128", "gpt_oss"], "engines do not get DeepSeek-V4's own form"
     load_cases(["gpt_oss"])["gpt_oss"].write_checkpoint(tmp_path / "plain")
     with pytest.raises(ConfigError, match=r"biases beside stacked experts"):
         rewrite_folder(to_fp8("block", (32, 16)), tmp_path / "plain", tmp_path / "fp8")

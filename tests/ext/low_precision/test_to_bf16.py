@@ -1,9 +1,11 @@
 """Quantized model folders become bf16 ones."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from slime.ext.low_precision.folders.run import rewrite_folder
 from slime.ext.low_precision.folders.to_bf16 import Fp8ToBf16, Int4ToBf16
@@ -13,7 +15,9 @@ from slime.weights.quantize import read_format
 from slime.weights.quantize.block_fp8 import dequantize_block, quantize_block
 from slime.weights.quantize.formats import read_weight
 from tests.ext.low_precision.checkpoints import read_folder, same_bytes, tensors_of, write_folder
+from tests.matrix.case import load_cases, load_with_transformers, read_config, read_tensors
 
+E8M0 = torch.ones(2, 2).to(torch.float8_e8m0fnu)
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
@@ -66,6 +70,41 @@ def test_a_weight_and_its_scale_may_lie_in_different_shards(tmp_path):
         assert same_bytes(result[weight], dequantize_block(tensors[weight], scale))
 
 
+def test_deepseek_v4_in_its_published_form_is_what_transformers_reads(tmp_path):
+    """FP8 with exponents as scales, experts in FP4; e2m1 and e8m0 make every product exact."""
+    case = load_cases(["deepseek_v4"])["deepseek_v4"]
+    case = replace(case, config={**case.config, "hidden_size": 64, "moe_intermediate_size": 64})
+    case.write_checkpoint(tmp_path / "plain")
+    config, generator = read_config(tmp_path / "plain"), torch.Generator().manual_seed(3)
+    tensors = {}
+    for name, tensor in (plain := read_tensors(tmp_path / "plain")).items():
+        scale_name = f"{name.removesuffix('.weight')}.scale"
+        if ".ffn.experts." in name:
+            tensors[name] = torch.randint(-128, 128, (64, 32), dtype=torch.int8, generator=generator)
+            scale = torch.exp2(torch.randint(-7, -3, (64, 2), generator=generator).float())
+        elif any(part in name for part in (".attn.w", "shared_experts", "indexer.wq_b")):
+            tensors[name], scale = quantize_block(tensor, ue8m0=True)
+        else:
+            tensors[name] = tensor
+            continue
+        tensors[scale_name] = scale.to(torch.float8_e8m0fnu)
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    published = write_folder(
+        tmp_path / "published", tensors, 3, config | {"expert_dtype": "fp4", "quantization_config": fp8}
+    )
+    rewrite_folder(Fp8ToBf16(), published, tmp_path / "bf16")
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text()) == config
+    assert {name: t.shape for name, t in read_folder(tmp_path / "bf16").items()} == {
+        name: t.shape for name, t in plain.items()
+    }
+    there = AutoModelForCausalLM.from_pretrained(
+        published, quantization_config=FineGrainedFP8Config(dequantize=True, scale_fmt="ue8m0"), dtype=torch.float32
+    ).state_dict()
+    ours = load_with_transformers(tmp_path / "bf16").state_dict()
+    assert ours.keys() == there.keys()
+    assert all(torch.equal(ours[name], there[name]) for name in ours)
+
+
 def test_quantization_is_gone_from_every_part_of_the_config(tmp_path):
     weight, scale = quantize_block(torch.randn(64, 64), (32, 32))
     config = {
@@ -113,6 +152,11 @@ def test_stacked_experts_and_scales_of_activations(tmp_path):
             r"has shape \[2, 3\].*neither one scale per 128 x 128",
         ),
         (lambda t: t.update({f"{UP}_scale_inv": torch.ones(1, 1).int()}), "has dtype I32; scales are F32"),
+        (lambda t: t.update({"head.scale": E8M0}), r"1 scales of .* have no FP8 weight: head\.scale"),
+        (
+            lambda t: t.update({"head.weight": torch.zeros(2, 16, dtype=torch.int8), "head.scale": E8M0}),
+            r"has shape \[2, 2\], head\.weight has \[2, 16\] bytes of FP4",
+        ),
     ],
 )
 def test_weights_and_scales_that_do_not_fit_are_refused(tmp_path, change, message):

@@ -146,7 +146,10 @@ def deepseek_v4_flags(config: Config) -> Iterator[Flag | str]:
     """Yield window, clamp and scores; refuse positions that the layers have not, and weights of few bits."""
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
-        yield f"quantization_config is {method}; weights of a deepseek_v4 are read and pushed in bf16 and fp32 here"
+        yield (
+            f"quantization_config is {method}; weights of a deepseek_v4 are read and pushed in bf16 and fp32: make such "
+            "a folder with tools/fp8_cast_bf16.py"
+        )
     yield Flag("moe_router_score_function", "sigmoid", "the layers take sqrt(softplus) in its place")
     yield Flag("position_embedding_type", "none", "each kind of layer has other angles")
     if config.get("sliding_window"):

@@ -1,4 +1,5 @@
-"""Quantized weights back to bf16: FP8 with scales by blocks, channels or tensors, packed integers, MXFP4.
+"""Quantized weights back to bf16: FP8 with scales by blocks, channels or tensors, packed integers, MXFP4; FP8 with
+experts in FP4 (DeepSeek-V4).
 
 A weight and its scale may lie in different shards.  What is left has no trace of quantization: scales are dropped,
 and so is the quantization config, by which an engine would look for them.
@@ -20,14 +21,20 @@ from slime.weights.hf_files import without_quantization
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, dequantize_block, num_blocks
 from slime.weights.quantize.formats import GroupInt
 from slime.weights.quantize.group_int import WORD_BITS, num_words
-from slime.weights.quantize.mxfp4 import BLOCKS, NUMBERS_PER_BYTE, SCALES, dequantize
+from slime.weights.quantize.mxfp4 import BLOCKS, GROUP, NUMBERS_PER_BYTE, SCALES, dequantize, multiply_out
 from slime.weights.quantize.quantizer import read_format
 from slime.weights.stored_tensors import TORCH_DTYPES, StoredTensor, TensorInfo, read_bytes
 
 FP8_CODES = ("F8_E4M3", "F8_E5M2")
+FP4_CODES = ("I8", "U8")
+"""Two numbers of e2m1 a byte, beside scales of e8m0."""
 SCALE_CODES = ("F32", "BF16", "F16", "F8_E8M0")
-SCALE_SUFFIXES = ("_scale_inv", "_scale")
+WEIGHT = ".weight"
+SCALE_NAMES = (("", "_scale_inv"), ("", "_scale"), (WEIGHT, ".scale"))
+"""What the name of a weight loses and gets to be the name of its scale."""
 ACTIVATION_SCALES = (".input_scale", ".activation_scale")
+EXPERT_DTYPE = "expert_dtype"
+"""Key of config.json: experts are ``fp4``."""
 
 
 class _ToBf16:
@@ -58,58 +65,78 @@ class Fp8ToBf16(_ToBf16):
             ConfigError: nothing in the folder is FP8.
             DataError: naming what does not fit.
         """
-        quantized = [name for name, stored in source.tensors.items() if _is_fp8(stored)]
+        quantized = [name for name, stored in source.tensors.items() if _is_quantized(source, stored)]
         if not quantized:
             raise ConfigError(f"{source.folder} has no FP8 tensor; give the quantized model")
         bare = [name for name in quantized if _scale_of(source, name) is None]
         if bare:
             raise DataError(f"{len(bare)} FP8 tensors of {source.folder} have no scale: {shown(bare)}")
-        lone = [name for name in source.tensors if name.endswith("_scale_inv") and not _is_scale(source, name)]
+        scales = [name for name, stored in source.tensors.items() if name.endswith("_scale_inv") or _is_e8m0(stored)]
+        lone = [name for name in scales if not _is_scale(source, name)]
         if lone:
             raise DataError(f"{len(lone)} scales of {source.folder} have no FP8 weight: {shown(lone)}")
         for name in quantized:
             _scale_block(source, source.tensors[name])
 
     def plan_tensor(self, source: HfSource, stored: StoredTensor) -> TensorPlan:
-        """Plan to multiply FP8 tensors out, to drop scales, and to copy everything else."""
+        """Plan to multiply quantized tensors out, to drop scales, and to copy everything else."""
         name = stored.name
         if _is_scale(source, name) or name.endswith(ACTIVATION_SCALES):
             return dropped(stored)
-        if not _is_fp8(stored):
+        if not _is_quantized(source, stored):
             return copied(stored)
         scale = _scale_of(source, name)
         assert scale is not None, name
         block = _scale_block(source, stored)
+        shape = _shape(stored)
 
         def convert(read: RowReader) -> Iterator[OutputRows]:
             scales = read.read(scale).float()
-            if stored.shape[:-2]:
+            if shape[:-2]:
                 for first, matrices in read.chunks(stored):
                     yield name, first, _multiply_all(matrices, scales[first : first + matrices.size(0)], block)
                 return
-            height, width = stored.shape
+            height, width = shape
             scales = scales.reshape(num_blocks(height, width, block))
             for first, rows in read.chunks(stored, block[0] if scales.size(0) > 1 else 1):
                 scale_rows, _ = num_blocks(rows.size(0), width, block)
-                yield name, first, dequantize_block(rows, scales[first // block[0] :][:scale_rows], block)
+                factors = scales[first // block[0] :][:scale_rows]
+                is_fp4 = stored.dtype in FP4_CODES
+                yield name, first, multiply_out(rows, factors) if is_fp4 else dequantize_block(rows, factors, block)
 
-        return TensorPlan(stored, (TensorInfo.of(name, torch.bfloat16, stored.shape),), convert)
+        return TensorPlan(stored, (TensorInfo.of(name, torch.bfloat16, shape),), convert)
+
+    def config(self, source: HfSource) -> dict[str, Any]:
+        """Return the source's config without quantization."""
+        return {key: value for key, value in super().config(source).items() if key != EXPERT_DTYPE}
 
 
-def _is_fp8(stored: StoredTensor) -> bool:
+def _is_quantized(source: HfSource, stored: StoredTensor) -> bool:
+    if stored.dtype in FP4_CODES:
+        scale = _scale_of(source, stored.name)
+        return scale is not None and _is_e8m0(scale)
     return stored.dtype in FP8_CODES
 
 
+def _is_e8m0(stored: StoredTensor) -> bool:
+    return stored.dtype == "F8_E8M0"
+
+
+def _shape(stored: StoredTensor) -> tuple[int, ...]:
+    """Return the shape of the weight that the tensor represents."""
+    packed = NUMBERS_PER_BYTE if stored.dtype in FP4_CODES else 1
+    return (*stored.shape[:-1], stored.shape[-1] * packed)
+
+
 def _scale_of(source: HfSource, name: str) -> StoredTensor | None:
-    return next((source.tensors[name + suffix] for suffix in SCALE_SUFFIXES if name + suffix in source.tensors), None)
+    names = (name.removesuffix(lost) + got for lost, got in SCALE_NAMES if name.endswith(lost))
+    return next((source.tensors[scale] for scale in names if scale in source.tensors), None)
 
 
 def _is_scale(source: HfSource, name: str) -> bool:
-    """Return True for the scale of an FP8 tensor."""
-    return any(
-        name.endswith(suffix) and (weight := source.tensors.get(name.removesuffix(suffix))) and _is_fp8(weight)
-        for suffix in SCALE_SUFFIXES
-    )
+    """Return True for the scale of a quantized tensor."""
+    weights = (name.removesuffix(got) + lost for lost, got in SCALE_NAMES if name.endswith(got))
+    return any(weight in source.tensors and _is_quantized(source, source.tensors[weight]) for weight in weights)
 
 
 def _scale_block(source: HfSource, stored: StoredTensor) -> tuple[int, int]:
@@ -120,9 +147,16 @@ def _scale_block(source: HfSource, stored: StoredTensor) -> tuple[int, int]:
     """
     scale = _scale_of(source, stored.name)
     assert scale is not None, stored.name
+    found = scale.shape
+    if stored.dtype in FP4_CODES:
+        if found != (stored.shape[0], stored.shape[-1] * NUMBERS_PER_BYTE / GROUP):
+            raise DataError(
+                f"{scale.name} has shape {list(found)}, {stored.name} has {list(stored.shape)} bytes of FP4: not one "
+                f"scale per {GROUP} numbers of a row"
+            )
+        return 1, GROUP
     config = source.quantization_config or {}
     block = tuple(config.get("weight_block_size") or DEFAULT_BLOCK)
-    found = scale.shape
     if scale.dtype not in SCALE_CODES:
         raise DataError(f"{scale.name} has dtype {scale.dtype}; scales are {', '.join(SCALE_CODES)}")
     if len(stored.shape) < 2:
