@@ -94,13 +94,15 @@ class Meter:
 
 def sent_weights(args: Namespace, model: torch.nn.Module, options: argparse.Namespace) -> Any:
     """Return what a push in blockwise FP8 sends."""
+    from slime.backends.megatron_utils.models import find_weight_map
     from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
     from slime.backends.megatron_utils.update_weight.gather import hf_headers
     from slime.weights.quantize import Quantizer
     from slime.weights.quantize.formats import BlockFp8, is_quantized_offline
 
     (headers,) = hf_headers(args, [model], model_name="qwen3_moe", dtype=torch.bfloat16)
-    names = [name for name, shape, _ in headers if len(shape) == 2 and is_quantized_offline(name)]
+    plain = find_weight_map("qwen3_moe").plain
+    names = [name for name, shape, _ in headers if is_quantized_offline(name, shape, plain)]
     return SentWeights(
         args=args, model=[model], model_name="qwen3_moe", dtype=torch.bfloat16,
         quantizer=Quantizer(BlockFp8(BLOCK), names), bucket_bytes=options.bucket_mib << 20,

@@ -23,16 +23,18 @@ NAIVE = """
 import os, sys, time
 from pathlib import Path
 from safetensors.torch import load_file, save_file
+from slime.backends.megatron_utils.models import find_weight_map
 from slime.weights.quantize.block_fp8 import quantize_block
 from slime.weights.quantize.formats import is_quantized_offline
 
 source, target = map(Path, sys.argv[1:])
 target.mkdir()
+plain = find_weight_map("qwen3_moe").plain
 start = time.monotonic()
 for path in sorted(source.glob("*.safetensors")):
     result = {}
     for name, tensor in load_file(path).items():
-        if is_quantized_offline(name, tensor.shape):
+        if is_quantized_offline(name, tensor.shape, plain):
             result[name], result[name + "_scale_inv"] = quantize_block(tensor)
         else:
             result[name] = tensor

@@ -282,6 +282,7 @@ def run_format(
 ) -> list[dict[str, Any]]:
     """All pairs for one format of the engine."""
     from slime.backends.megatron_utils.memory import clear_memory
+    from slime.backends.megatron_utils.models import find_weight_map
     from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
     from slime.backends.megatron_utils.update_weight.gather import hf_headers
     from slime.ext.fast_push.shard_buckets import ShardBuckets
@@ -293,7 +294,8 @@ def run_format(
     quantizer = host = None
     if kind == "fp8":
         (headers,) = hf_headers(args, [trained], model_name=name, dtype=torch.bfloat16)
-        names = [n for n, shape, _ in headers if len(shape) == 2 and is_quantized_offline(n)]
+        plain = find_weight_map(name).plain
+        names = [n for n, shape, _ in headers if is_quantized_offline(n, shape, plain)]
         quantizer = Quantizer(BlockFp8(BLOCK), names)
     if options.host:
         host = {f"0.{n}": p.detach().to("cpu").pin_memory() for n, p in trained.named_parameters()}

@@ -12,6 +12,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
+from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
@@ -50,7 +51,8 @@ def test_buckets_hold_what_gathering_gives(
     expected = {hf_name: tensor.clone() for hf_name, tensor in whole}
     quantizer = None
     if block is not None:
-        quantized = [n for n, t in expected.items() if t.dim() == 2 and is_quantized_offline(n)]
+        plain = find_weight_map(name).plain
+        quantized = [n for n, t in expected.items() if is_quantized_offline(n, t.shape, plain)]
         quantizer = Quantizer(BlockFp8(block), quantized)
         expected = {n: t for key, tensor in expected.items() for n, t in quantizer.quantize(key, tensor)}
     weights = SentWeights(
