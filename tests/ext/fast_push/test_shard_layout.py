@@ -100,7 +100,7 @@ def transposing(monkeypatch: pytest.MonkeyPatch) -> None:
     top = (Rule("output_layer.weight", ("head.weight",), split=split),)
     weight_map = WeightMap("one that transposes", top=top, layer=())
     family = ModelFamily(model_types=("transposing",), weight_map=weight_map)
-    monkeypatch.setitem(models.FAMILIES, "transposing", family)
+    monkeypatch.setattr(models, "find_family", lambda name: family)
 
 
 @pytest.mark.usefixtures("transposing")

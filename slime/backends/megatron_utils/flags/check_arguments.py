@@ -19,7 +19,7 @@ from slime.backends.megatron_utils.flags.config_builders import (
 from slime.backends.megatron_utils.flags.field_table import has_narrow_moments
 from slime.backends.megatron_utils.flags.own_flags import load_spec
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_steps
-from slime.backends.megatron_utils.models import FAMILIES
+from slime.backends.megatron_utils.models import all_families
 from slime.flags.data import MAY_GIVE_OTHER_COUNTS
 from slime.flags.group import FlagGroup, flag_of, problems_of
 from slime.utils.errors import ConfigError
@@ -278,15 +278,13 @@ def _check_attention(config: TransformerConfig) -> None:
             raise ConfigError(f"{flag} is {value}; packed attention has no such option; it must be {allowed}.")
 
 
-_SPARSE_SPECS = sorted({f.spec for f in FAMILIES.values() if f.sparse_architecture})
-
-
 def _check_sparse_attention(args: Namespace) -> None:
     """Refuse megatron-core's own experiments with sparse attention, which would change nothing here."""
     if args.experimental_attention_variant is not None:
+        specs = sorted({f.spec for f in all_families().values() if f.sparse_architecture})
         raise ConfigError(
             f"--experimental-attention-variant is {args.experimental_attention_variant!r}, which the layers here do "
-            f"not have; for sparse attention give --spec {' or '.join(_SPARSE_SPECS)}."
+            f"not have; for sparse attention give --spec {' or '.join(specs)}."
         )
     for attribute in ("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"):
         if vars(args)[attribute]:
@@ -323,9 +321,10 @@ def _check_linear_attention(args: Namespace) -> None:
             )
         return
     if not args.spec and not args.custom_model_provider_path:
+        specs = sorted({f.spec for f in all_families().values() if f.has_linear_attention})
         raise ConfigError(
             f"--linear-attention-freq is {frequency} without --spec; the standard layers have no linear attention; "
-            f"give --spec {' or '.join(sorted({f.spec for f in FAMILIES.values() if f.has_linear_attention}))}."
+            f"give --spec {' or '.join(specs)}."
         )
     if (args.mtp_num_layers or 0) > 1:
         raise ConfigError(

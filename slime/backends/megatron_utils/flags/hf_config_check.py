@@ -18,8 +18,9 @@ from slime.backends.megatron_utils.flags.config_flags import add_config_flags, s
 from slime.backends.megatron_utils.flags.model_dims import linear_layers, moe_layers
 from slime.backends.megatron_utils.flags.own_flags import add_own_flags
 from slime.backends.megatron_utils.models import (
-    FAMILIES,
     IS_PARTIAL,
+    all_families,
+    families_that_say,
     family_of,
     family_of_spec,
     find_weight_map,
@@ -97,7 +98,7 @@ def read_hf_config(path: str, *, flag: str = "--hf-checkpoint") -> dict[str, Any
         ConfigError: there is none, it is damaged, or says nothing of a model.
     """
     config = read_model_config(path, flag=flag)
-    family = None if config.get(IS_PARTIAL) else FAMILIES.get(read_model_type(path, flag=flag))
+    family = None if config.get(IS_PARTIAL) else family_of({"model_type": read_model_type(path, flag=flag)})
     try:
         return language_config(config) if family is None else family.completed(config)
     except ValueError as error:
@@ -227,10 +228,14 @@ def sparse_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
         )
     if args.context_parallel_size == 1:
         return
-    sparse = {known.sparse_architecture for known in FAMILIES.values() if known.sparse_architecture}
     architectures = config.get("architectures") or []
-    is_sparse = bool(set(architectures) & set(sparse))
+    is_sparse = any(
+        known.sparse_architecture == name
+        for name in architectures
+        for known in families_that_say(f'"{name}"').values()
+    )
     if args.allgather_cp and not is_sparse:
+        sparse = {known.sparse_architecture for known in all_families().values()} - {""}
         yield (
             f"--allgather-cp with --context-parallel-size {args.context_parallel_size}: the checkpoint is "
             f"{', '.join(architectures) or 'of unknown architecture'}; only {' and '.join(sorted(sparse))} work "
@@ -261,17 +266,20 @@ def vision_problems(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]
                 "are (--mtp-num-layers alone). Drop the flag."
             )
         return
-    towers = ", ".join(sorted(kind for kind, known in FAMILIES.items() if known.weight_map.tower))
-    kind = config.get("model_type")
-    what = f"has no vision tower for a {kind}; it has those of {towers}"
-    if kind in towers.split(", "):
-        what = f"builds the tower of a {kind} by vision_config of config.json, which is not there"
     for flag, value in (
         ("--train-vision-tower", args.train_vision_tower),
         ("--multimodal-keys", args.multimodal_keys),
     ):
         if value:
+            what = _no_tower(config.get("model_type"))
             yield f"{flag} is given, but the trainer {what}. Drop the flag, or give --custom-model-provider-path."
+
+
+def _no_tower(kind: str | None) -> str:
+    towers = sorted(known for known, family in all_families().items() if family.weight_map.tower)
+    if kind in towers:
+        return f"builds the tower of a {kind} by vision_config of config.json, which is not there"
+    return f"has no vision tower for a {kind}; it has those of {', '.join(towers)}"
 
 
 def _features_without_layers(args: Namespace, vision: Mapping[str, Any]) -> Iterator[str]:
@@ -357,7 +365,7 @@ def _unknown_family(folder: str, config: Mapping[str, Any]) -> str:
     return (
         f"--hf-checkpoint {folder} is a {config.get('model_type')!r}, a family unknown here. Where its "
         f"layers are those of a known one, give --model-name NAME and the model flags (--num-layers, ...); "
-        f"docs/new_model.md says how to add a family. Known are {', '.join(sorted(FAMILIES))}."
+        f"docs/new_model.md says how to add a family. Known are {', '.join(sorted(all_families()))}."
     )
 
 

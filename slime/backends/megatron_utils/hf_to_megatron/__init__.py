@@ -19,7 +19,7 @@ from torch import Tensor
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors, stored_dtypes
 from slime.backends.megatron_utils.layers.value_head import is_of_value_head
-from slime.backends.megatron_utils.models import FAMILIES, WeightMap, find_weight_map
+from slime.backends.megatron_utils.models import WeightMap, family_of, find_weight_map
 from slime.backends.megatron_utils.models.rule import EMBEDDING, FP32, OUTPUT_LAYER, from_hf
 from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY, pad_vocabulary, tensor_parallel_slice
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
@@ -46,7 +46,11 @@ def weight_map_of(path: str | Path, model_name: str | None) -> WeightMap:
         ConfigError: there is none; the message lists those there are.
     """
     model_type = read_model_type(path)
-    return find_weight_map(model_type if model_type in FAMILIES else model_name or model_type)
+    return find_weight_map(model_type if _is_known(model_type) else model_name or model_type)
+
+
+def _is_known(model_type: str) -> bool:
+    return family_of({"model_type": model_type}) is not None
 
 
 def keep_fp32(model: Sequence[torch.nn.Module], folder: str, model_name: str | None, dims: ModelDims) -> None:
@@ -55,7 +59,7 @@ def keep_fp32(model: Sequence[torch.nn.Module], folder: str, model_name: str | N
     Where the whole folder is in fp32, the precision of the run counts, except for what every engine holds in fp32.
     """
     dtypes = stored_dtypes(folder)
-    if torch.float32 not in dtypes.values() or not (model_name or read_model_type(folder) in FAMILIES):
+    if torch.float32 not in dtypes.values() or not (model_name or _is_known(read_model_type(folder))):
         return
     weight_map = weight_map_of(folder, model_name)
     is_mixed = config_dtype(read_model_config(folder)) != torch.float32

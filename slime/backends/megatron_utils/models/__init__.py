@@ -1,16 +1,17 @@
 """The model families, one file or folder each: everything that slime knows of a family.
 
-A file or folder that defines ``FAMILIES`` is registered by being here; nothing else names it.
+A file or folder that defines ``FAMILIES`` is registered by being here; nothing else names it.  A process imports those
+files alone that say the name it asks for.
 """
 
 from __future__ import annotations
 
-import pkgutil
 import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import import_module
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from slime.backends.megatron_utils.models.family import ModelFamily
@@ -22,27 +23,44 @@ if TYPE_CHECKING:
     from slime.weights.quantize.formats import PlainWeights
 
 
-def _load_families() -> dict[str, ModelFamily]:
-    """Return the families that the files of this package declare, by model type.
+@cache
+def _texts() -> dict[str, str]:
+    """Return what each file that declares families says, by the name of its module, which is not imported."""
+    home = Path(__file__).parent
+    paths = sorted({*home.glob("*.py"), *home.glob("*/__init__.py")} - {Path(__file__)})
+    modules = {".".join((__name__, *path.relative_to(home).parts)): path for path in paths}
+    texts = {name.removesuffix(".py").removesuffix(".__init__"): path.read_text() for name, path in modules.items()}
+    return {name: _squashed(text) for name, text in texts.items() if "\nFAMILIES" in text}
+
+
+def _squashed(text: str) -> str:
+    return re.sub(r"[-_]", "", text).lower()
+
+
+@cache
+def families_that_say(text: str) -> Mapping[str, ModelFamily]:
+    """Return the families of the files in which ``text`` stands, in any spelling, by model type.
 
     Raises:
-        ConfigError: two files declare one model type.
+        ConfigError: two of the files declare one model type.
     """
     families: dict[str, ModelFamily] = {}
-    for file in pkgutil.iter_modules(__path__):
-        for family in vars(import_module(f"{__name__}.{file.name}")).get("FAMILIES", ()):
+    for module in [name for name, said in _texts().items() if _squashed(text) in said]:
+        for family in import_module(module).FAMILIES:
             for model_type in family.model_types:
                 if model_type in families:
                     raise ConfigError(
-                        f"models/{file.name} declares the model type {model_type!r}, and so does the family "
+                        f"{module} declares the model type {model_type!r}, and so does the family "
                         f"{families[model_type].weight_map.family}; leave it in one of them."
                     )
                 families[model_type] = family
     return families
 
 
-FAMILIES = _load_families()
-"""By model_type of config.json."""
+def all_families() -> Mapping[str, ModelFamily]:
+    """Return every family by model_type of config.json; it imports them all: for messages, tools and tests."""
+    return families_that_say("")
+
 
 IS_PARTIAL = "is_partial"
 """Key of a config of which only a part is known: a key that it lacks says nothing."""
@@ -50,12 +68,15 @@ IS_PARTIAL = "is_partial"
 
 def family_of(config: Mapping[str, Any]) -> ModelFamily | None:
     """Return the family of a config.json; None for a model type that is not here."""
-    return FAMILIES.get(str(config.get("model_type")))
+    model_type = str(config.get("model_type"))
+    return families_that_say(f'"{model_type}"').get(model_type)
 
 
 def family_of_spec(spec: Sequence[str] | None) -> ModelFamily | None:
     """Return the family whose layers ``--spec`` (module and function) builds; None for a plug-in's own, or none."""
-    return next((family for family in FAMILIES.values() if spec and family.is_built_by(spec[0])), None)
+    if not spec:
+        return None
+    return next((family for family in families_that_say(f'"{spec[0]}').values() if family.is_built_by(spec[0])), None)
 
 
 def has_tower(args: Namespace, config: Mapping[str, Any]) -> bool:
@@ -78,7 +99,8 @@ def published_config(checkpoint: str) -> Mapping[str, Any]:
     A recipe names folders of the cluster; on a machine that has none of them, a plan goes by this.
     """
     name = PurePath(checkpoint).name
-    return next((family.published[name] for family in FAMILIES.values() if name in family.published), {})
+    known = families_that_say(f'"{name}"').values()
+    return next((family.published[name] for family in known if name in family.published), {})
 
 
 def plain_weights(config: Mapping[str, Any]) -> PlainWeights | None:
@@ -109,12 +131,13 @@ def find_family(model_name: str) -> ModelFamily:
     Raises:
         ConfigError: it is unknown; the message lists the known ones.
     """
-    key = re.sub(r"[-_]", "", model_name).lower()
+    key = _squashed(model_name)
     key = key.removesuffix("config").removesuffix("forcausallm").removesuffix("forconditionalgeneration")
-    known = {model_type.replace("_", ""): family for model_type, family in FAMILIES.items()}
+    families = families_that_say(f'"{key}"')
+    known = {_squashed(model_type): family for model_type, family in families.items()}
     if key not in known:
         raise ConfigError(
             f"The model type (--model-name, or config.json of --hf-checkpoint) is {model_name!r}; weights can be "
-            f"converted for {', '.join(sorted(FAMILIES))}. docs/new_model.md says how to add a family."
+            f"converted for {', '.join(sorted(all_families()))}. docs/new_model.md says how to add a family."
         )
     return known[key]

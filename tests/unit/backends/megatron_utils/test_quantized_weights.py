@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from slime.backends.megatron_utils import sglang
 from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer, convert_to_hf
-from slime.backends.megatron_utils.models import FAMILIES
+from slime.backends.megatron_utils.models import all_families
 from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.utils.errors import ConfigError
 from slime.weights.quantize.block_fp8 import is_power_of_two, quantize_block
@@ -41,7 +41,7 @@ QKV = "module.module.decoder.layers.0.self_attention.linear_qkv.weight"
 
 
 @pytest.mark.parametrize(
-    "weight_map", {f.weight_map.family: f.weight_map for f in FAMILIES.values()}.values(), ids=lambda m: m.family
+    "weight_map", {f.weight_map.family: f.weight_map for f in all_families().values()}.values(), ids=lambda m: m.family
 )
 def test_converters_quantize_what_comes_from_the_matrices_of_the_layers(weight_map: WeightMap) -> None:
     """The rule by HF names, which converters follow, is the rule by Megatron's parameters, which describes models."""

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
 from slime.backends.megatron_utils.layers.layer_specs import get_block_spec
 from slime.backends.megatron_utils.model_provider import get_model_provider
-from slime.backends.megatron_utils.models import FAMILIES
+from slime.backends.megatron_utils.models import find_family
 from slime.backends.megatron_utils.models.index_sharing import PipelineSplitError
 from slime.utils.errors import ConfigError
 from slime_plugins.models.glm5.glm5 import first_layers_of_stages, get_glm5_spec, indexer_settings
@@ -179,7 +179,7 @@ def test_the_sizes_of_the_indexer_come_from_the_hf_config(tmp_path: Path) -> Non
 def test_the_indexers_rotary_pairs_follow_the_config_unless_the_environment_overrides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = FAMILIES["glm_moe_dsa"].completed({"model_type": "glm_moe_dsa"})
+    config = find_family("glm_moe_dsa").completed({"model_type": "glm_moe_dsa"})
     monkeypatch.delenv("INDEXER_ROPE_NEOX_STYLE", raising=False)
     assert not indexer_settings(config).is_interleaved
     assert indexer_settings({**config, "indexer_rope_interleave": True}).is_interleaved

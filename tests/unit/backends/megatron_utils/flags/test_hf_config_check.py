@@ -12,7 +12,7 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from slime.backends.megatron_utils.flags.hf_config_check import config_says, read_hf_config, vision_problems
-from slime.backends.megatron_utils.models import FAMILIES
+from slime.backends.megatron_utils.models import all_families
 from slime.backends.megatron_utils.models.family import differs
 from slime.utils.errors import ConfigError
 from tests.matrix.case import load_cases, read_config
@@ -128,7 +128,9 @@ def test_columns_of_videos_and_sound_are_refused_for_a_tower(tmp_path: Path) -> 
 
 
 COMPOSITES = [
-    kind for kind, family in FAMILIES.items() if family.weight_map.layer_prefix.startswith("model.language_model.")
+    kind
+    for kind, family in all_families().items()
+    if family.weight_map.layer_prefix.startswith("model.language_model.")
 ]
 
 
@@ -179,9 +181,9 @@ def test_a_pattern_keeps_its_mlp_layers_where_sglang_was_imported(
     assert read["num_layers"].value == 5
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", all_families())
 def test_a_key_that_config_json_lacks_has_the_default_of_transformers_class(tmp_path: Path, kind: str) -> None:
-    config_class = CONFIG_MAPPING[FAMILIES[kind].read_as(kind)]
+    config_class = CONFIG_MAPPING[all_families()[kind].read_as(kind)]
     full = {**config_class().to_diff_dict(), "model_type": kind}
     if text := full.get("text_config"):  # the whole class may give its text other values than the text's class
         full["text_config"] = {**CONFIG_MAPPING[text["model_type"]]().to_diff_dict(), "model_type": text["model_type"]}
