@@ -27,6 +27,7 @@ TRANSFORMS = {
     "int4_qat": "slime.ext.low_precision.fake_quantize:FakeInt4",
     "lora_rank": "slime.ext.lora.transform:Lora",
 }
+GUIDES = {"use_opd": "slime.ext.distill.guide:Distillation"}
 SINKS = {
     "record": "slime.ext.record.run_record:RecordSink",
     "record_max_gib": "slime.ext.record.alarms:AlarmSink",  # set wherever the extension is: alarms need no flag
@@ -87,12 +88,18 @@ def parts(args: Namespace) -> Parts:
         sinks=sinks(args),
         transforms=_chosen(args, TRANSFORMS),
         critic_transforms=_chosen(critic, TRANSFORMS_OF_BOTH) if critic is not None else (),
+        guides=guides(args),
         evaluation=Part("slime.ext.eval_background.evaluation:BackgroundEvaluation") if beside else None,
         observers=observers,
         outputs=outputs,
         train_group=_train_group(args),
         transport=_transport(args),
     )
+
+
+def guides(args: Namespace) -> tuple[Part, ...]:
+    """Return what the flags ask a policy to be trained towards."""
+    return _chosen(args, GUIDES)
 
 
 def sinks(args: Namespace) -> tuple[Part, ...]:

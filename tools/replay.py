@@ -187,11 +187,11 @@ def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.compose import parse_args, parts
     from slime.ext.record.run_record import RecordSink
+    from slime.flags.algorithm import uses_reference
     from slime.flags.hook_checks import check_trainer_hooks
     from slime.observability import telemetry
     from slime.observability.text_log import configure_logger
     from slime.ray.parts import load_all
-    from slime.ray.startup import policies_of
     from slime.ray.train_actor import kernel_environment
     from slime.utils import env
     from slime.utils.net import find_available_port
@@ -209,7 +209,9 @@ def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
     check_trainer_hooks(args)
     worker = MegatronTrainRayActor()
     worker.set_rendezvous(1, 0, "127.0.0.1", find_available_port(21000))
-    worker.init(args, "actor", **policies_of(args), transforms=load_all(parts(args).transforms))
+    chosen = parts(args)
+    made = {"transforms": load_all(chosen.transforms), "guides": load_all(chosen.guides)}
+    worker.init(args, "actor", uses_reference(args), **made)
     take_steps = worker.training.take_steps
 
     def take_steps_of_one(rollout_id: int, data: Any, iterators: Any, loss_type: str) -> dict[str, float]:

@@ -298,3 +298,36 @@ def _kernels_for(logits_TV: Tensor) -> ModuleType | None:
     except ImportError:
         return None
     return log_probs_kernels
+
+
+def logits_of(
+    logits_TV: Tensor, rows_R: Tensor, ids_RK: Tensor, *, tp_group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Return the logits of some tokens in each row, [R, K] in float32, with their gradient; K of them in each row.
+
+    Args:
+        logits_TV: this rank's columns; rank k of the group has the ids ``[k * V, (k+1) * V)``.
+        rows_R: int64 rows.
+        ids_RK: int64 ids in the whole vocabulary.
+        tp_group: the tensor-parallel group; None when this rank has the whole vocabulary.
+    """
+    shard = logits_TV.shape[-1]
+    columns_RK = ids_RK - (dist.get_rank(tp_group) * shard if tp_group is not None else 0)
+    is_here_RK = (columns_RK >= 0) & (columns_RK < shard)
+    values_RK = logits_TV[rows_R[:, None], columns_RK.clamp(0, shard - 1)].float()
+    values_RK = torch.where(is_here_RK, values_RK, 0.0)
+    return values_RK if tp_group is None else _SumOverShards.apply(values_RK, tp_group)  # type: ignore[no-untyped-call]
+
+
+class _SumOverShards(torch.autograd.Function):
+    """All-reduce of what one shard has and the others do not; each shard's gradient is the whole one."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = values.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None

@@ -93,9 +93,9 @@ class TrainWorker(ABC):
         args: Namespace,
         role: str,
         with_ref: bool = False,
-        with_opd_teacher: bool = False,
         transforms: tuple[type, ...] = (),
         transport: Callable[..., Any] | None = None,
+        guides: tuple[type, ...] = (),
     ) -> int:
         """Build and load the model.
 
@@ -103,9 +103,9 @@ class TrainWorker(ABC):
             args: everything the user asked for.
             role: ``"actor"`` or ``"critic"``.
             with_ref: keep a frozen reference policy beside the actor.
-            with_opd_teacher: keep a distillation teacher beside the actor.
             transforms: of the model after it is built, as the backend has them.
             transport: makes the way of weights to the engines, as the backend has it; the plain one when None.
+            guides: what the policy is trained towards beside the rewards, as the backend has them.
 
         Returns:
             The rollout to start with: one past the checkpoint that was loaded.

@@ -1,4 +1,4 @@
-"""Algorithm: the policy gradient, its advantages, clipping, KL, off-policy corrections and distillation."""
+"""Algorithm: the policy gradient, its advantages, clipping, KL and off-policy corrections."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -52,6 +53,11 @@ def add_algorithm_arguments(parser: argparse.ArgumentParser) -> None:
     _add_advantages(parser)
     _add_kl(parser)
     _add_off_policy(parser)
+    parser.set_defaults(  # for extensions
+        frozen_policies=(),  # each a FrozenPolicy, beside the actor and its reference
+        advantage_terms=(),  # in words, what is added to the advantages, and makes them read the old log-probs
+        named_columns={},  # column of the train data -> key of the samples' metadata; None: the data source
+    )
 
 
 def _add_loss(parser: argparse.ArgumentParser) -> None:
@@ -191,6 +197,20 @@ def _add_off_policy(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class FrozenPolicy(NamedTuple):
+    """A policy that the trainer keeps beside the actor, to read its log-probs of each rollout."""
+
+    tag: str
+    """Of its weights; see ``ModelSwitch``."""
+    load_arg: str
+    """Attribute of the flag that gives the folder, for messages."""
+    folder: str
+    step: int | None
+    """Iteration of a Megatron checkpoint there; None for the latest."""
+    timer: str
+    """Of its passes over a rollout."""
+
+
 def derive_algorithm(args: Namespace) -> None:
     """Fill in the defaults that follow from other flags of the loss."""
     if args.eps_clip_high is None:
@@ -272,7 +292,8 @@ def check_groups_of_one(args: Namespace) -> Iterator[str]:
         "custom_advantage_function_path",
         "custom_convert_samples_to_train_data_path",
     )
-    others = args.use_opd or args.kl_coef or args.kl_loss_coef or args.entropy_coef or args.enable_mtp_training
+    coefs = args.kl_coef or args.kl_loss_coef or args.entropy_coef
+    others = args.advantage_terms or coefs or args.enable_mtp_training
     is_ours = args.rollout_function_path in OWN_ROLLOUTS and not any(getattr(args, name) for name in plug_ins)
     if others or not is_ours or not (args.compute_advantages_and_returns and args.rewards_normalization):
         return

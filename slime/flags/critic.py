@@ -36,7 +36,6 @@ ALWAYS: dict[str, Any] = {
     # Its returns are of the reward alone: it trains before the actor has log-probs to compare.
     "kl_coef": 0.0,
     "use_kl_loss": False,
-    "use_opd": False,
     "custom_advantage_function_path": None,
     # No vocabulary projection: nothing to draft with, nothing to export.
     "enable_mtp_training": False,

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from slime.flags.algorithm import uses_reference
 from slime.flags.checkpoint import CheckpointFolder, check_huggingface_folder, inspect_checkpoint
 from slime.flags.config import backend_flags
-from slime.flags.distillation import trainer_teachers
 from slime.flags.evaluation import derive_evaluation
+from slime.flags.group import flag_of
 from slime.flags.overlay import ROLES_FLAG
 from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL, RM_TYPES
 from slime.flags.rollout import OWN_ROLLOUTS, SFT_ROLLOUT
@@ -174,9 +174,9 @@ def _checkpoints(args: Namespace) -> Iterator[tuple[str, CheckpointFolder]]:
         raise ConfigError(f"{asking} needs a reference model; name its checkpoint: --ref-load.")
     if args.ref_load is not None and (uses_reference(args) or args.reference_in_actor):
         yield "--ref-load", inspect_checkpoint(args.ref_load, "--ref-load", step=args.ref_ckpt_step)
-    flag = "--opd-teacher-load" if args.opd_teachers is None else "--opd-teachers"
-    for folder in trainer_teachers(args).values():
-        yield flag, inspect_checkpoint(folder, flag, step=args.opd_teacher_ckpt_step)
+    for policy in args.frozen_policies:
+        flag = flag_of(policy.load_arg)
+        yield flag, inspect_checkpoint(policy.folder, flag, step=policy.step)
 
 
 def check_contents(args: Namespace) -> None:

@@ -34,7 +34,6 @@ from slime.flags import (
     critic,
     data,
     debug,
-    distillation,
     evaluation,
     fault_tolerance,
     historical,
@@ -75,7 +74,7 @@ def _ask_external_engines(args: Namespace) -> None:
 GROUPS = tuple(
     module.GROUP
     for module in (
-        *(cluster, security, train, rollout, data, evaluation, algorithm, distillation, reward, weight_sync),
+        *(cluster, security, train, rollout, data, evaluation, algorithm, reward, weight_sync),
         *(fault_tolerance, hooks, observability, debug, historical, critic),
     )
 )

@@ -73,7 +73,6 @@ class RayTrainGroup:
         num_gpus_per_actor: the share of a GPU bundle that one rank reserves.
         role: "actor" or "critic".
         with_ref: whether to load the reference model.
-        with_opd_teacher: whether to load the distillation teacher.
         actor_cls: the worker class, or its ``module:name``, which the ranks import; the Megatron trainer when None.
         parts: of the run.
         leader: the actor from whose checkpoints a critic resumes.
@@ -95,7 +94,6 @@ class RayTrainGroup:
         num_gpus_per_actor: float = 0.4,
         role: str = "actor",
         with_ref: bool = False,
-        with_opd_teacher: bool = False,
         actor_cls: type[TrainWorker] | str | None = None,
         parts: Parts = CORE,
         leader: RayTrainGroup | None = None,
@@ -103,7 +101,6 @@ class RayTrainGroup:
         self.args = self._run_args = args
         self.role = role
         self.with_ref = with_ref
-        self.with_opd_teacher = with_opd_teacher
         self.world_size = num_nodes * num_gpus_per_node
         self.names = [f"{role} rank {rank}" for rank in range(self.world_size)]
         """The names of the ranks in messages."""
@@ -141,8 +138,7 @@ class RayTrainGroup:
         )
         if self._was_created:
             self.args = self.args_to_resume()
-        kept = self.with_ref, self.with_opd_teacher
-        start_ids = self.on_all("init", self.args, self.role, *kept, what="model set-up")
+        start_ids = self.on_all("init", self.args, self.role, self.with_ref, what="model set-up")
         if len(set(start_ids)) != 1:
             raise CheckpointError(f"{self.role} ranks resumed at different rollouts, of different saves: {start_ids}")
         self.start_rollout_id = start_ids[0]

@@ -70,6 +70,8 @@ class Parts:
     """Subclasses of ``ModelTransform``: changes of the actor's model after it is built."""
     critic_transforms: tuple[Part, ...] = ()
     """The critic's."""
+    guides: tuple[Part, ...] = ()
+    """Subclasses of ``Guide``: what the actor is trained towards beside the rewards and the reference."""
     evaluation: Part | None = None
     """A subclass of :class:`Evaluation`; None when the loop waits for evaluations."""
     observers: tuple[Part, ...] = ()

@@ -12,10 +12,9 @@ from numbers import Real
 from typing import Any
 
 from slime.backends.megatron_utils.flags.model_dims import schedule_config
-from slime.flags.distillation import teacher_config, teachers_of
 from slime.flags.reward import RewardConfig, reward_config
 from slime.train_data.columns import RankBatch, TrainBatch
-from slime.train_data.convert import check_columns, is_finite, samples_to_train_data, teacher_name
+from slime.train_data.convert import check_columns, is_finite, samples_to_train_data, source_name
 from slime.train_data.rewards import post_process_rewards
 from slime.train_data.routed_experts import RoutedShape
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
@@ -133,13 +132,13 @@ def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatc
     routed = None
     if args.use_rollout_routing_replay:
         routed = RoutedShape(num_layers=args.num_layers, top_k=args.moe_router_topk, num_experts=args.num_experts)
-    teachers = None
-    if args.use_opd and args.opd_teachers is not None:
-        names, key = teachers_of(args), teacher_config(args).opd_teacher_key
-        teachers = [teacher_name(sample, key=key, teachers=names) for sample in samples]
+    named = {
+        column: [source_name(sample) if key is None else (sample.metadata or {}).get(key) for sample in samples]
+        for column, key in args.named_columns.items()
+    }
     with _plug_ins_named(args):
         return samples_to_train_data(
-            samples, raw_rewards, rewards, rollout_top_p=args.rollout_top_p, routed=routed, teacher_names=teachers
+            samples, raw_rewards, rewards, rollout_top_p=args.rollout_top_p, routed=routed, extra=named
         )
 
 

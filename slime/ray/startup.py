@@ -76,15 +76,13 @@ def make_actor(args: Namespace, gpus: GpuSlice, parts: Parts) -> RayTrainGroup:
     if args.debug_rollout_only:
         return RayTrainGroup(args, 0, 0, gpus)
     group = parts.train_group.load() if parts.train_group is not None else RayTrainGroup
-    kept = policies_of(args)
     made: RayTrainGroup = group(
         args,
         args.actor_num_nodes,
         args.actor_num_gpus_per_node,
         gpus,
         role="actor",
-        with_ref=kept["with_ref"],
-        with_opd_teacher=kept["with_opd_teacher"],
+        with_ref=uses_reference(args),
         parts=parts,
     )
     return made
@@ -119,14 +117,6 @@ def create_training_models(
     if not engines_come_first(args):
         wait_for_engines(rollout_manager, args.engine_start_timeout_s)
     return actor, critic
-
-
-def policies_of(args: Namespace) -> dict[str, bool]:
-    """Return what an actor keeps beside the policy in training, as ``TrainWorker.init`` takes it."""
-    return {
-        "with_ref": uses_reference(args),
-        "with_opd_teacher": bool(args.use_opd and args.opd_type == "megatron"),
-    }
 
 
 def load_position(args: Namespace, manager: Any, start_rollout_id: int) -> None:

@@ -72,7 +72,7 @@ class TrainRayActor(Watched, RayActor):
         """Set the worker's rendezvous, with the GPU's number on the node, of which other GPUs may be hidden."""
         self.worker.set_rendezvous(world_size, rank, master_addr, master_port, visible_index(gpu_id))
 
-    def init(self, args: Namespace, role: str, with_ref: bool, with_opd_teacher: bool) -> int:
+    def init(self, args: Namespace, role: str, with_ref: bool) -> int:
         """Import and check the user's plug-ins for the trainer, then build and load the model.
 
         Returns:
@@ -83,7 +83,8 @@ class TrainRayActor(Watched, RayActor):
         check_trainer_hooks(args)
         transforms = load_all(parts.transforms if role == "actor" else parts.critic_transforms)
         transport = parts.transport.load() if role == "actor" and parts.transport is not None else None
-        return self.worker.init(args, role, with_ref, with_opd_teacher, transforms=transforms, transport=transport)
+        guides = load_all(parts.guides if role == "actor" else ())
+        return self.worker.init(args, role, with_ref, transforms=transforms, transport=transport, guides=guides)
 
     def get_parallel_config(self) -> dict[str, int]:
         """Return parallel group sizes and this rank's place in them."""

@@ -84,8 +84,6 @@ class TrainBatch:
         torch.float32, span="response", read=lambda sample: (sample.metadata or {}).get("teacher_top")
     )
     """[R, 2, K] ids and log-probs of the teacher's likeliest tokens (``--opd-top-k``)."""
-    teacher_names: Sequence[str] | None = _column()
-    """Which of several teachers is the sample's."""
     rollout_top_p_token_ids: Sequence[Ints] | None = _column(torch.int32)
     """Ids of the nuclei of all response tokens, one after the other."""
     rollout_top_p_token_offsets: Sequence[Ints] | None = _column(torch.int32)
@@ -102,7 +100,7 @@ class TrainBatch:
     """Data source of the sample, "unknown" where it has none."""
     prompt: Sequence[Any] | None = _column()
     extra: dict[str, Sequence[Any]] = field(default_factory=dict)
-    """Further columns of a custom converter."""
+    """Further columns, of a custom converter or of ``args.named_columns``."""
 
     @classmethod
     def from_dict(cls: type[Batch], data: Mapping[str, Any]) -> Batch:

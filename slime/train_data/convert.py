@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -28,7 +28,7 @@ def samples_to_train_data(
     *,
     rollout_top_p: float = 1.0,
     routed: RoutedShape | None = None,
-    teacher_names: Sequence[str] | None = None,
+    extra: Mapping[str, Sequence[Any]] | None = None,
 ) -> TrainBatch:
     """Return the columns of one rollout's samples.
 
@@ -41,7 +41,7 @@ def samples_to_train_data(
         rewards: reward of each sample as the advantage estimator takes it.
         rollout_top_p: nucleus the engine sampled from; below 1 every sample must carry its kept token ids.
         routed: of a model whose training replays the engine's choice of experts, which every sample must then carry.
-        teacher_names: of the samples, in a run with several teachers.
+        extra: further columns.
 
     Raises:
         DataError: a sample breaks its own invariants; the message names its index and the field.
@@ -84,7 +84,7 @@ def samples_to_train_data(
         rollout_ids=rollout_ids,
         loss_masks=loss_masks,
         rollout_mask_sums=rollout_mask_sums(loss_masks, rollout_ids),
-        teacher_names=teacher_names,
+        extra=dict(extra or {}),
         **optional,
     )
     _check_numbers(batch)
@@ -263,18 +263,3 @@ def _top_p_columns(samples: Sequence[Sample], rollout_top_p: float) -> dict[str,
         ids.append(token_ids)
         offsets.append(token_offsets)
     return {"rollout_top_p_token_ids": ids, "rollout_top_p_token_offsets": offsets}
-
-
-def teacher_name(sample: Sample, *, key: str | None, teachers: Collection[str]) -> str:
-    """Return the name of the sample's teacher: its data set's, or the entry ``key`` of its metadata.
-
-    Raises:
-        DataError: it names none of ``teachers``.
-    """
-    name = source_name(sample) if key is None else (sample.metadata or {}).get(key)
-    if name not in teachers:
-        where = "its data set" if key is None else f"metadata[{key!r}], by --opd-teacher-key,"
-        raise DataError(
-            f"The teacher of sample {sample.index}: {where} is {name!r}; --opd-teachers has {', '.join(teachers)}."
-        )
-    return str(name)

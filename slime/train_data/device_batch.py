@@ -93,5 +93,3 @@ class DeviceBatch(dict[str, Any]):
     """[r] from the reference; zeros without ``--kl-coef``."""
     advantages = _Always[list[Tensor]]()
     returns = _Always[list[Tensor]]()
-    opd_reverse_kl = _Always[list[Tensor]]()
-    """[r] the student's log-prob less the teacher's."""

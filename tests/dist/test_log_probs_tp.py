@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from slime.algorithms.advantages.whitening import whiten
 from slime.algorithms.log_probs import vocab_parallel_log_probs
-from slime.algorithms.top_k import logits_of, top_logits
 from tests.matrix.pool import run_ranks
 
 ROWS, COLUMNS = 7, 12
@@ -109,32 +108,3 @@ def test_whitening_counts_the_tokens_of_all_ranks(ranks, num_with_tokens):
     assert len(found) == len(wanted)
     for row, expected in zip(found, wanted, strict=True):
         assert row == pytest.approx(expected)
-
-
-def top_on_rank() -> dict:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    logits, _, _, _ = problem()
-    shard = logits[:, rank * COLUMNS // size : (rank + 1) * COLUMNS // size].float().clone().requires_grad_()
-    padding = 2  # the last columns of the last shard
-    rows = torch.tensor([4, 0, 6])
-    ids, values = top_logits(
-        shard.detach(), rows, 5, tp_group=dist.group.WORLD, vocab_size=COLUMNS - padding, rows_per_chunk=2
-    )
-    chosen = logits_of(shard, rows, ids, tp_group=dist.group.WORLD)
-    (chosen * torch.arange(1.0, 6.0)).sum().backward()
-    found = {"ids": ids, "values": values, "chosen": chosen.detach(), "grad": shard.grad}
-    return {name: tensor.tolist() for name, tensor in found.items()}
-
-
-@pytest.mark.dist
-def test_the_likeliest_tokens_of_a_sharded_vocabulary():
-    ranks = run_ranks(top_on_rank, 2)
-    logits, _, _, _ = problem()
-    whole = logits.float().requires_grad_()
-    best = whole[[4, 0, 6], :-2].topk(5, dim=-1)
-    (best.values * torch.arange(1.0, 6.0)).sum().backward()
-    for result in ranks:
-        assert result["ids"] == best.indices.tolist()
-        assert result["values"] == result["chosen"] == best.values.tolist()
-    joined = torch.cat([torch.tensor(result["grad"]) for result in ranks], dim=1)
-    assert joined.tolist() == whole.grad.tolist()

@@ -38,7 +38,7 @@ def distil_both_ways(rank: int, world_size: int, port: int, one: str, other: str
             flags += ("--opd-kl-coef", COEF, "--opd-teacher-load", teacher)
             flags += ("--rollout-data-postprocess-path", f"{module.__name__}.keep")
             args = make_args(Path(student), *flags)
-            worker = start_worker(args, rank, world_size, port, with_opd_teacher=True)
+            worker = start_worker(args, rank, world_size, port)
             parallel = worker.get_parallel_config()
             metrics = worker.train(0, cut(args, make_train_data(), parallel)[parallel["dp_rank"]])
             if metrics is not None:
@@ -83,12 +83,12 @@ def distil_from_two(rank: int, world_size: int, port: int, student: str, one: st
         flags = ("--actor-num-gpus-per-node", world_size, *layout, "--use-opd", "--opd-type", "megatron", *teachers)
         flags += ("--opd-kl-coef", COEF, "--rollout-data-postprocess-path", f"{module.__name__}.keep")
         args = make_args(Path(student), *flags)
-        worker = start_worker(args, rank, world_size, port, with_opd_teacher=True)
+        worker = start_worker(args, rank, world_size, port)
         parallel = worker.get_parallel_config()
         data = make_train_data()
         data["teacher_names"] = names
         shard = cut(args, data, parallel)[parallel["dp_rank"]]
-        module.SEEN.append({"names": shard.teacher_names, "tokens": shard.tokens})
+        module.SEEN.append({"names": shard.extra["teacher_names"], "tokens": shard.tokens})
         metrics = worker.train(0, shard)
     assert metrics is None or 0 < metrics["train/opd_loss"] < 10
     first, second, both, top = module.SEEN[1::2]

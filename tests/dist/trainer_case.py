@@ -147,7 +147,8 @@ def start_worker(
         worker.state_copy = state_copy
     chosen = parts(args)
     transport = chosen.transport and chosen.transport.load()
-    options |= {"transforms": load_all(chosen.transforms), "transport": transport} if role == "actor" else {}
+    if role == "actor":
+        options |= {"transforms": load_all(chosen.transforms), "guides": load_all(chosen.guides), "transport": transport}
     worker.init(args, role, **options)
     return worker
 

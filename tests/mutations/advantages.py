@@ -121,10 +121,10 @@ ADVANTAGES = (
     ),
     Mutation(
         bug="distillation pushes away from the teacher",
-        target="slime.algorithms.advantages.distillation:add_distillation",
+        target="slime.ext.distill.guide:add_distillation",
         old="advantages_R - coef * reverse_kl_R",
         new="advantages_R + coef * reverse_kl_R",
-        tests=(f"{UNIT}::test_distillation_pulls_towards_the_teacher",),
+        tests=("tests/ext/distill/test_guide.py::test_distillation_pulls_towards_the_teacher",),
         cells=(("dp2", "distilled"),),
     ),
     Mutation(

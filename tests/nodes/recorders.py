@@ -36,9 +36,9 @@ class RecordingTrainer(type("_AllVerbs", (TrainWorker,), _VERBS)):  # type: igno
         args: Namespace,
         role: str,
         with_ref: bool = False,
-        with_opd_teacher: bool = False,
         transforms: tuple[type, ...] = (),
         transport: Any = None,
+        guides: tuple[type, ...] = (),
     ) -> int:
         """The group of all ranks is made, and each rank tells the others where it is."""
         self.args, self.role = args, role

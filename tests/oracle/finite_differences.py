@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.matrix.pool import RankPool
-from tests.oracle.trainer import losses_of_a_step, rollout_of_this_rank
+from tests.oracle.trainer import guides_of, losses_of_a_step, rollout_of_this_rank
 from tests.oracle.variants import PACKING_OF, VARIANTS, arguments, problem
 
 BOUND = 1e-8
@@ -64,7 +64,7 @@ def difference_of(variant: str) -> float:
     args = arguments(variant)
     examples, table = problem(args, SEED)
     data, schedule = rollout_of_this_rank(args, examples, PACKING_OF[variant])
-    compute_advantages_and_returns(args, data)
+    compute_advantages_and_returns(args, data, guides_of(args))
     if args.reuse_log_probs:
         del data["log_probs"]
     generator = torch.Generator().manual_seed(SEED)

@@ -54,6 +54,14 @@ BATCH_KEYS = (
 )
 
 
+def guides_of(args: Namespace) -> list[Any]:
+    """What the variant is trained towards beside its rewards."""
+    from slime.compose import guides
+    from slime.ray.parts import load_all
+
+    return [guide(args) for guide in load_all(guides(args))]
+
+
 def rollout_of_this_rank(
     args: Namespace, examples: Sequence[Example], packing: str
 ) -> tuple[dict[str, Any], DPSchedule]:
@@ -141,7 +149,7 @@ def steps_of_this_rank(variant: str, packing: str, seed: int, *, allgather_cp: b
     tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     examples, table = problem(args, seed)
     data, schedule = rollout_of_this_rank(args, examples, packing)
-    compute_advantages_and_returns(args, data)
+    compute_advantages_and_returns(args, data, guides_of(args))
     if not mpu.is_pipeline_last_stage():
         assert "advantages" not in data
         return {"advantages": {}, "steps": [], "shard": (tp_rank, tp_size)}

@@ -247,9 +247,9 @@ class SimulatedTrainer(MegatronTrainRayActor):
         args: Namespace,
         role: str,
         with_ref: bool = False,
-        with_opd_teacher: bool = False,
         transforms: tuple[type, ...] = (),
         transport: Any = None,
+        guides: tuple[type, ...] = (),
     ) -> int:
         world, kernel = WORLD[0], _KERNEL[0]
         assert kernel is not None

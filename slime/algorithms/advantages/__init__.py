@@ -2,8 +2,8 @@
 
 To add one here: a file beside the others with a function of ``AdvantageInputs`` and ``AdvantageConfig``, and a line in
 ``ESTIMATORS``.  To add one without touching this tree: an ``Estimator`` anywhere on the Python path, named by its
-import path (``--advantage-estimator my_package.rloo.rloo``); docs/customization.md does it.  Whitening and
-distillation apply to the result of any of them.
+import path (``--advantage-estimator my_package.rloo.rloo``); docs/customization.md does it.  Whitening and what
+guides add apply to the result of any of them.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from megatron.core import mpu
 from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups, sleep
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
+from slime.backends.megatron_utils.guide import Guide
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
 from slime.backends.megatron_utils.model import setup_model_and_optimizer
 from slime.backends.megatron_utils.model_transform import added_parameters
@@ -48,9 +49,9 @@ class MegatronTrainRayActor(TrainWorker):
         args: Namespace,
         role: str,
         with_ref: bool = False,
-        with_opd_teacher: bool = False,
         transforms: tuple[type, ...] = (),
         transport: MakeTransport | None = None,
+        guides: tuple[type[Guide], ...] = (),
     ) -> int:
         """Join the group, build the model, load all policies, and fall asleep if the accelerator is shared."""
         self.args, self.role = args, role
@@ -71,9 +72,7 @@ class MegatronTrainRayActor(TrainWorker):
             self.weights = ModelSwitch(self.model, role)
             self._policies = Policies(args, self.model, self.weights)
             if role == "actor":
-                self._policies.load(
-                    with_ref=with_ref, with_teacher=with_opd_teacher, is_from_load=self.loads_checkpoint
-                )
+                self._policies.load(with_ref=with_ref, is_from_load=self.loads_checkpoint)
         self._reports = TrainReports(args, role, world_size=self.world_size)
         self.training = RolloutTraining(
             args,
@@ -84,6 +83,7 @@ class MegatronTrainRayActor(TrainWorker):
             weights=self.weights,
             policies=self._policies,
             reports=self._reports,
+            guides=[guide(args) for guide in guides],
         )
         self._last_rollout_id: int | None = None
         self._is_asleep = False

@@ -6,19 +6,18 @@ The formulas are in ``slime.algorithms.advantages``; here: which columns feed th
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from megatron.core import mpu
 from torch import Tensor
 
 from slime.algorithms.advantages import AdvantageConfig, AdvantageInputs, get_estimator
-from slime.algorithms.advantages.distillation import add_distillation
 from slime.algorithms.advantages.whitening import whiten
 from slime.algorithms.kl import approx_kl
 from slime.backends.megatron_utils.cp_utils import local_responses, whole_responses
 from slime.backends.megatron_utils.data import PER_TOKEN_COLUMNS
+from slime.backends.megatron_utils.guide import Guide
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.errors import DataError
 from slime.utils.misc import call_hook
@@ -26,7 +25,7 @@ from slime.utils.types import RolloutBatch
 
 
 @torch.no_grad()
-def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) -> None:
+def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch, guides: Sequence[Guide] = ()) -> None:
     """Set ``kl``, ``advantages`` and ``returns`` (lists, local to the context-parallel rank) in ``rollout_data``.
 
     Only the last pipeline stage has the log-probs; the others do nothing.
@@ -47,8 +46,8 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch) 
     else:
         config = AdvantageConfig(kl_coef=args.kl_coef, gamma=args.gamma, lambd=args.lambd)
         data.advantages, data.returns = _estimate(args.advantage_estimator, config, data, masks)
-    if args.use_opd:
-        _distil(data, ours, coef=args.opd_kl_coef if args.opd_top_k is None else 0.0)  # top-k is a term of the loss
+    for guide in guides:
+        guide.pull(data, ours)
     if args.normalize_advantages:
         group = mpu.get_data_parallel_group(with_context_parallel=True)
         data.advantages = whiten(data.advantages, masks, group=group)
@@ -113,37 +112,3 @@ def _estimate(
     if is_gathered:
         advantages, returns = local_responses(advantages, *lengths), local_responses(returns, *lengths)
     return advantages, returns
-
-
-def choose_teachers(data: DeviceBatch, answers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set the teacher's columns of each sample to those of its own teacher, ``teacher_names`` of the data.
-
-    Args:
-        answers: teacher -> column -> an entry for each sample; without columns on all but the last pipeline stage.
-
-    Raises:
-        DataError: the data does not say which teacher is whose, or names one that there is not.
-    """
-    names = data.get("teacher_names")
-    if names is None:
-        raise DataError(
-            "--opd-teachers needs the column teacher_names, the name of each sample's teacher; a converter given by "
-            "--custom-convert-samples-to-train-data-path must make it"
-        )
-    if unknown := [name for name in names if name not in answers]:
-        raise DataError(
-            f"the column teacher_names has {unknown[0]!r}; the teachers of --opd-teachers are {', '.join(answers)}; "
-            "check the converter given by --custom-convert-samples-to-train-data-path"
-        )
-    for column in next(iter(answers.values())):
-        data[column] = [answers[name][column][position] for position, name in enumerate(names)]
-
-
-def _distil(data: DeviceBatch, student: list[Tensor] | None, *, coef: float) -> None:
-    teacher = data.teacher_log_probs
-    if student is None or teacher is None:
-        raise DataError(
-            f"--use-opd needs the log-probs of {'the student' if student is None else 'the teacher'}; check "
-            "--opd-type, --opd-teacher-load and the reward function that queries the teacher"
-        )
-    data.advantages, data.opd_reverse_kl = add_distillation(data.advantages, student, teacher, coef=coef)

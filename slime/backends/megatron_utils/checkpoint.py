@@ -52,12 +52,6 @@ logger = logging.getLogger(__name__)
 
 RELEASE = "release"
 CHECKPOINT_VERSION = 3.0
-_STEP_FLAGS = {
-    "--ref-load": "--ref-ckpt-step",
-    "--opd-teacher-load": "--opd-teacher-ckpt-step",
-    "--opd-teachers": "--opd-teacher-ckpt-step",
-}
-"""Flags of folders whose iteration another flag than ``--ckpt-step`` chooses."""
 _ITERATION_FOLDER = re.compile(r"iter_(\d{7})")
 
 
@@ -113,10 +107,11 @@ def find_checkpoint(root: str | Path, step: int | None = None, *, flag: str = "-
         folder = checkpoint_folder(root, iteration)
     if not (folder / FORMAT_FILE).exists():
         present = sorted(path.name for path in root.glob("iter_*")) if root.is_dir() else []
+        step_flag = f"{flag.removesuffix('load')}ckpt-step" if flag.endswith("load") else "the flag of its step"
         raise DataError(
             f"{flag} {root}: {folder.name} is missing or incomplete (no metadata.json in {folder}); "
             f"there are {', '.join(present) or 'no checkpoints'}. Pick a complete one with "
-            f"{_STEP_FLAGS.get(flag, '--ckpt-step')}."
+            f"{step_flag}."
         )
     return folder, iteration
 

@@ -18,6 +18,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from slime.backends.megatron_utils.cp_utils import local_responses
+from slime.backends.megatron_utils.guide import LossTerm
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp
 from slime.backends.megatron_utils.layers.vision import ImageBatch, VisionModel
 from slime.train_data.columns import COLUMNS, RankBatch
@@ -102,6 +103,8 @@ class DataIterator:
         """Callback that learns how a micro-batch is packed: from its number and its samples' lengths."""
         self.kept: dict[int, dict[str, list[Tensor]]] | None = None
         """Micro-batch -> name -> [r] of each of its samples, of the pass that trains; None: nothing is kept."""
+        self.loss_terms: Sequence[LossTerm] = ()
+        """What guides add to the policy loss."""
 
     def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
         """Return the named columns of the next micro-batch; None for a column that the data do not have."""
@@ -155,6 +158,8 @@ def get_batch(data_iterator: DataIterator, keys: Sequence[str], packing: Packing
     )
     if data_iterator.kept is not None:
         batch["kept"] = data_iterator.kept.setdefault(data_iterator.offset - 1, {})
+    if data_iterator.loss_terms:
+        batch["loss_terms"] = data_iterator.loss_terms
     if data_iterator.attach is not None:
         data_iterator.attach(batch["packed_seq_params"], data_iterator.offset - 1, batch["total_lengths"])
     columns = batch["loss_masks"], batch["total_lengths"], batch["response_lengths"]

@@ -30,7 +30,7 @@ from torch import Tensor
 from slime.algorithms.advantages import get_estimator
 from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.data import DataIterator, forward_arguments, get_batch, packed_lengths
-from slime.backends.megatron_utils.log_probs import reader_columns
+from slime.backends.megatron_utils.log_probs import Reader, reader_columns
 from slime.backends.megatron_utils.loss import applies_correction
 from slime.backends.megatron_utils.reloadable_groups import plain_group
 from slime.observability.pulse import Pulse
@@ -39,9 +39,6 @@ from slime.utils.misc import call_hook
 
 _KEYS = ("multimodal_train_inputs", "host_tokens")
 _TOP_P_KEYS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
-
-Reader = Callable[..., tuple[Tensor, dict[str, list[Tensor]]]]
-"""``get_log_probs_and_entropy`` or ``get_values``: logits to per-sample tensors."""
 
 
 def run_model(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -131,7 +128,6 @@ def readers_of_old_log_probs(args: Namespace, num_steps: int) -> Iterator[str]:
         (num_steps != 1, "later steps of a rollout compare with the policy before the first"),
         (args.loss_type != "policy_loss", f"--loss-type {args.loss_type} takes none from its own forward pass"),
         (args.kl_coef != 0, "--kl-coef: the penalty is in the rewards"),
-        (args.use_opd, "--use-opd: the teacher's pull is in the advantages"),
         (estimator.needs_values, f"{name}: the critic's rewards"),
         (args.custom_advantage_function_path is not None, "--custom-advantage-function-path may read them"),
         (not estimator.policy_loss.may_reuse_log_probs, f"{name}: its loss compares sequences"),
@@ -142,6 +138,7 @@ def readers_of_old_log_probs(args: Namespace, num_steps: int) -> Iterator[str]:
     ):
         if is_so:
             yield reason
+    yield from args.advantage_terms
 
 
 ForwardStep = Callable[[DataIterator, torch.nn.Module], tuple[Tensor, Callable[[Tensor], Any]]]

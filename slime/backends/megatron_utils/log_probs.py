@@ -7,7 +7,7 @@ logit here predicts, V = vocabulary rows of this tensor-parallel rank.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ import torch.distributed as dist
 from megatron.core import mpu
 from torch import Tensor
 
-from slime.algorithms.log_probs import CHUNK_BYTES, KeptTokens, vocab_parallel_log_probs
-from slime.algorithms.top_k import logits_of, reverse_kl_on_top, top_logits
+from slime.algorithms.log_probs import KeptTokens, vocab_parallel_log_probs
 from slime.backends.megatron_utils.cp_utils import cp_rank, has_contiguous_parts, zigzag_from_contiguous
 from slime.train_data.context_parallel import allgather_response_windows, response_windows
-from slime.utils.errors import DataError
+
+Reader = Callable[..., tuple[Tensor, dict[str, list[Tensor]]]]
+"""``get_log_probs_and_entropy`` or ``get_values``: logits to per-sample tensors."""
 
 
 def vocab_group() -> dist.ProcessGroup | None:
@@ -188,71 +189,3 @@ def get_values(
     rows_R, positions_N = response_rows(logits, *lengths, allgather_cp=args.allgather_cp)
     columns = {"values": logits.squeeze(-1).squeeze(0).index_select(0, rows_R).float()}
     return logits.new_empty(0), _by_sample(columns, positions_N, *lengths, allgather_cp=args.allgather_cp)
-
-
-# Top-k distillation (``--opd-top-k``): what a teacher in the trainer keeps, and how far the student is from it.
-#
-# The column ``teacher_top`` has [R, 2, K] float32 numbers for each sample: the ids of the teacher's K likeliest tokens
-# at each response token (whole numbers, exact below 2**24) and their log-probs.
-
-
-def get_log_probs_and_top(
-    logits: Tensor, *, args: Namespace, rows_per_chunk: int | None = None, **columns: Any
-) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Compute what ``get_log_probs_and_entropy`` does, and ``top``: the teacher's column of each sample."""
-    nothing, result = get_log_probs_and_entropy(logits, args=args, **columns)
-    lengths = columns["total_lengths"], columns["response_lengths"]
-    rows_R, positions_N = response_rows(logits, *lengths, allgather_cp=args.allgather_cp)
-    target_R = predicted_tokens(columns["unconcat_tokens"], positions_N)
-    logits_TV = logits.squeeze(0)
-    ids_RK, value_RK = top_logits(
-        logits_TV,
-        rows_R,
-        args.opd_top_k,
-        tp_group=vocab_group(),
-        vocab_size=args.vocab_size,
-        rows_per_chunk=rows_per_chunk or max(CHUNK_BYTES // (4 * logits_TV.shape[-1]), 1),
-    )
-    log_normaliser_R1 = _log_normaliser(
-        logits_TV, rows_R, target_R, torch.cat(result["log_probs"]), args.rollout_temperature
-    )
-    top_R2K = torch.stack([ids_RK.float(), value_RK / args.rollout_temperature - log_normaliser_R1], dim=1)
-    result["top"] = list(top_R2K.split([len(log_prob) for log_prob in result["log_probs"]]))
-    return nothing, result
-
-
-def top_k_divergence(
-    batch: Mapping[str, Any], logits: Tensor, log_probs: Sequence[Tensor], *, temperature: float, allgather_cp: bool
-) -> list[Tensor]:
-    """Return the reverse KL from the teacher's top tokens at each response token, [r] for each sample.
-
-    Args:
-        log_probs: [r] of the response tokens, of the same logits and with their gradient.
-
-    Raises:
-        DataError: there is no ``teacher_top``.
-    """
-    if batch.get("teacher_top") is None:
-        raise DataError(
-            "--opd-top-k needs the teacher's likeliest tokens, and the samples have none. They come from --opd-type "
-            "megatron, or from slime.rollout.on_policy_distillation.reward_func and post_process_rewards."
-        )
-    logits_TV = logits.squeeze(0)
-    lengths = batch["total_lengths"], batch["response_lengths"]
-    rows_R, positions_N = response_rows(logits, *lengths, allgather_cp=allgather_cp)
-    target_R = predicted_tokens(batch["unconcat_tokens"], positions_N)
-    # What is not trained may hold anything; it is taken out of the loss later, and must not reach the gradient.
-    top_R2K = torch.cat(list(batch["teacher_top"])).nan_to_num(0.0)
-    ids_RK, teacher_RK = top_R2K[:, 0].long(), top_R2K[:, 1]
-    log_normaliser_R1 = _log_normaliser(logits_TV, rows_R, target_R, torch.cat(list(log_probs)), temperature)
-    student_RK = logits_of(logits_TV, rows_R, ids_RK, tp_group=vocab_group()) / temperature
-    divergence_R = reverse_kl_on_top(student_RK - log_normaliser_R1, teacher_RK)
-    return list(divergence_R.split([len(log_prob) for log_prob in log_probs]))
-
-
-def _log_normaliser(
-    logits_TV: Tensor, rows_R: Tensor, target_R: Tensor, log_prob_R: Tensor, temperature: float
-) -> Tensor:
-    """Return [R, 1] logsumexp of the rows: the target's logit less its log-prob, so no second pass over the logits."""
-    target_logit_R1 = logits_of(logits_TV, rows_R, target_R[:, None], tp_group=vocab_group())
-    return target_logit_R1 / temperature - log_prob_R[:, None]

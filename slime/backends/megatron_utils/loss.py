@@ -31,12 +31,7 @@ from slime.algorithms.value_loss import clipped_value_loss
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean, local_responses, whole_responses
 from slime.backends.megatron_utils.layers.mtp import LogitsAndMtp, mtp_loss
-from slime.backends.megatron_utils.log_probs import (
-    get_log_probs_and_entropy,
-    get_values,
-    reader_columns,
-    top_k_divergence,
-)
+from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_values, reader_columns
 from slime.utils.errors import DataError
 from slime.utils.misc import accepted, call_hook, load_function
 from slime.utils.plugins import PluginCall, call_plugin
@@ -192,13 +187,10 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
         metrics["kl_loss"] = reduce(approx_kl(log_prob_T, torch.cat(reference_N), args.kl_loss_type, ratio_T))
         loss = loss + args.kl_loss_coef * metrics["kl_loss"]
 
-    if args.use_opd and args.opd_top_k is not None:
-        divergences = top_k_divergence(
-            batch, logits, log_probs, temperature=args.rollout_temperature, allgather_cp=args.allgather_cp
-        )
-        divergence_N = tokens.only(divergences)
-        metrics["opd_loss"] = reduce(torch.cat(divergence_N))
-        loss = loss + args.opd_kl_coef * metrics["opd_loss"]
+    for term in batch.get("loss_terms", ()):
+        name, weight, value_N = term(batch, logits, log_probs)
+        metrics[name] = reduce(torch.cat(tokens.only(value_N)))
+        loss = loss + weight * metrics[name]
 
     if (rollout_N := batch.get("rollout_log_probs")) is not None:
         ours_T, rollout_T = torch.cat(log_prob_N if args.use_rollout_logprobs else old_N), tokens.only(rollout_N)

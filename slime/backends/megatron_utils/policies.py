@@ -1,7 +1,7 @@
 """The policies that a run keeps beside the one in training, and the moments when one becomes another.
 
     ref            --ref-load (the actor without added parameters); the actor every --ref-update-interval rollouts
-    teacher        --opd-teacher-load; never changes ("teacher NAME" is one of --opd-teachers)
+    those of args.frozen_policies, which extensions ask for; they never change
     rollout_actor  --keep-old-actor: the weights of the last push
     old_actor      --keep-old-actor: the weights that drew the rollout in training
 
@@ -21,17 +21,12 @@ from torch import Tensor
 
 from slime.backends.megatron_utils import checkpoint, memory
 from slime.backends.megatron_utils.model_transform import added_parameters
-from slime.flags.distillation import trainer_teachers
+from slime.flags.algorithm import FrozenPolicy
 from slime.observability.telemetry import span
 from slime.utils.errors import ConfigError
 from slime.weights.pinned_memory import host_tensors_like
 
 logger = logging.getLogger(__name__)
-
-
-def teacher_tag(name: str) -> str:
-    """Return the tag of a teacher's weights."""
-    return f"teacher {name}".rstrip()
 
 
 class Policies:
@@ -40,32 +35,27 @@ class Policies:
     def __init__(self, args: Namespace, model: list[torch.nn.Module], weights: ModelSwitch) -> None:
         self._args, self._model, self._weights = args, model, weights
 
-    def load(self, *, with_ref: bool, with_teacher: bool, is_from_load: bool) -> None:
+    def load(self, *, with_ref: bool, is_from_load: bool) -> None:
         """Load the frozen policies; the model holds the actor afterwards, as before.
 
         Args:
-            with_teacher: the teachers of distillation are in this process.
             is_from_load: the actor has the weights of ``--load``.
         """
         args, weights = self._args, self._weights
-        teachers = trainer_teachers(args) if with_teacher else {}
+        others = list(args.frozen_policies)
         is_read_once = args.finetune and (args.load, args.ckpt_step) == (args.ref_load, args.ref_ckpt_step)
         is_released = memory.sleeps(args.offload_train)
-        if with_ref or teachers or args.keep_old_actor or is_released:
+        if with_ref or others or args.keep_old_actor or is_released:
             weights.backup("actor")
         if is_released:
             weights.backup_frozen()
-        others = {}
         if with_ref and added_parameters(self._model) is not None:
             weights.copy_silenced("actor", "ref")
         elif with_ref and is_from_load and is_read_once:
             weights.copy("actor", "ref")
         elif with_ref:
-            others["ref"] = ("ref_load", args.ref_load, args.ref_ckpt_step)
-        for name, folder in teachers.items():
-            load_arg = "opd_teacher_load" if args.opd_teachers is None else "opd_teachers"
-            others[teacher_tag(name)] = (load_arg, folder, args.opd_teacher_ckpt_step)
-        for tag, (load_arg, folder, step) in others.items():
+            others.insert(0, FrozenPolicy("ref", "ref_load", args.ref_load, args.ref_ckpt_step, "ref_log_probs"))
+        for tag, load_arg, folder, step, _ in others:
             # Weights only: the optimizer and the generators belong to the actor.
             frozen = Namespace(**{**vars(args), "finetune": True, load_arg: folder, "ckpt_step": step})
             checkpoint.load_checkpoint(frozen, self._model, None, None, load_arg=load_arg)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from megatron.core import mpu
+from torch import Tensor
 
 from slime.backends.megatron_utils import train_metrics
-from slime.backends.megatron_utils.advantages import choose_teachers, compute_advantages_and_returns
+from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.data import DataIterator, current_device
-from slime.backends.megatron_utils.forward import Reader, forward_only, needs_old_log_probs
-from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_log_probs_and_top, get_values
-from slime.backends.megatron_utils.policies import ModelSwitch, Policies, teacher_tag
+from slime.backends.megatron_utils.forward import forward_only, needs_old_log_probs
+from slime.backends.megatron_utils.guide import Guide, Reference
+from slime.backends.megatron_utils.log_probs import Reader, get_log_probs_and_entropy, get_values
+from slime.backends.megatron_utils.policies import ModelSwitch, Policies
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
-from slime.backends.megatron_utils.train_metrics import ExpertLoad
+from slime.backends.megatron_utils.train_metrics import TOKEN_COLUMNS, ExpertLoad
 from slime.backends.megatron_utils.train_reports import TrainReports, dump_train_data
 from slime.backends.megatron_utils.train_step import StepResult, train_rollout
-from slime.flags.distillation import trainer_teachers
 from slime.flags.observability import metrics_config
 from slime.observability.telemetry import span
 from slime.train_data.device_batch import DeviceBatch
@@ -39,6 +40,7 @@ class RolloutTraining:
         scheduler: of the learning rate.
         weights: switches the model between policies.
         policies: the frozen ones.
+        guides: of the actor, beside the reference.
         reports: take what is to be logged.
     """
 
@@ -53,11 +55,15 @@ class RolloutTraining:
         weights: ModelSwitch,
         policies: Policies,
         reports: TrainReports,
+        guides: Sequence[Guide] = (),
     ) -> None:
         self.args = args
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.weights, self._policies, self._reports = weights, policies, reports
         is_actor = role == "actor"
+        self._guides = guides if "ref" not in weights.tags else (Reference(args), *guides)
+        self._loss_terms = tuple(guide.loss_term for guide in guides if guide.loss_term is not None)
+        self._token_columns = (*TOKEN_COLUMNS, *(name for guide in guides for name in guide.token_columns))
         self.train = self._train_actor if is_actor else self._train_critic
         self._routing: RoutingReplay | None = None
         if args.use_routing_replay and is_actor:
@@ -66,12 +72,13 @@ class RolloutTraining:
         self._expert_load = ExpertLoad(model, args.num_layers, args.num_experts) if has_load else None
 
     def begin(self, data: DeviceBatch, iterators: list[DataIterator]) -> None:
-        """Attach the experts to replay to every micro-batch, where that was asked for."""
-        if self._routing is None:
-            return
-        self._routing.begin(data)
+        """Attach the experts to replay and the guides' terms to every micro-batch, where they were asked for."""
+        if self._routing is not None:
+            self._routing.begin(data)
         for iterator in iterators:
-            iterator.attach = self._routing.attach
+            iterator.loss_terms = self._loss_terms
+            if self._routing is not None:
+                iterator.attach = self._routing.attach
 
     def _train_actor(
         self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
@@ -83,7 +90,7 @@ class RolloutTraining:
             if "values" in external_data:
                 data.critic_values = [values.to(current_device()) for values in external_data["values"]]
             with span("advantages"):
-                compute_advantages_and_returns(args, data)
+                compute_advantages_and_returns(args, data, self._guides)
         if path := args.rollout_data_postprocess_path:
             call_hook("--rollout-data-postprocess-path", path, args, rollout_id, data)
         metrics = self._rollout_metrics(data)
@@ -94,7 +101,8 @@ class RolloutTraining:
             metrics |= self.take_steps(rollout_id, data, iterators, args.loss_type)
         self._reports.record(rollout_id, data, iterators[-1].kept)
         if args.save_debug_train_data:
-            dump_train_data(args.save_debug_train_data, rollout_id, DeviceBatch(data | dump_only))
+            columns = DeviceBatch(data | dump_only)
+            dump_train_data(args.save_debug_train_data, rollout_id, columns, self._token_columns)
         if self._routing is not None:
             self._routing.clear()
         self._record_weights(rollout_id)
@@ -102,27 +110,21 @@ class RolloutTraining:
         return metrics
 
     def _compute_log_probs(self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator]) -> None:
-        """Add log-probs of the reference, the teacher and the old policy to ``data``.
+        """Add log-probs of the frozen policies and the old policy to ``data``.
 
         The actor's weights are in the model afterwards.
         """
-        if "ref" in self.weights.tags:
-            self.weights.switch_to("ref")
-            self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, "ref_")
-        read = get_log_probs_and_entropy if self.args.opd_top_k is None else get_log_probs_and_top
-        answers: dict[str, dict[str, Any]] = {}
-        kept = [name for name in trainer_teachers(self.args) if teacher_tag(name) in self.weights.tags]
-        for name in kept:
-            self.weights.switch_to(teacher_tag(name))
-            self._forward(rollout_id, read, data, iterators, "teacher_")
-            columns = ("teacher_log_probs", "teacher_top")
-            answers[name] = {column: data[column] for column in columns if column in data}
-        if len(answers) > 1:
-            choose_teachers(data, answers)
+
+        def passes(tag: str, read: Reader, prefix: str) -> dict[str, list[Tensor]]:
+            self.weights.switch_to(tag)
+            return self._forward(rollout_id, read, data, iterators, prefix)
+
+        for guide in self._guides:
+            guide.read(passes, data)
         self.weights.switch_to("old_actor" if self.args.keep_old_actor else "actor")
         with self._routed("old_log_probs"):
             if needs_old_log_probs(self.args, len(data.num_microbatches)):
-                self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, "")
+                data.update(self._forward(rollout_id, get_log_probs_and_entropy, data, iterators, ""))
             elif self._routing is not None and self._routing.must_record:
                 forward_only(get_log_probs_and_entropy, self.args, self.model, iterators, data.num_microbatches)
         self.weights.switch_to("actor")
@@ -131,7 +133,7 @@ class RolloutTraining:
         self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
     ) -> dict[str, Any] | None:
         """Compute values and returns, then take the steps of the value loss; returns the values, for the actor."""
-        self._forward(rollout_id, get_values, data, iterators, "")
+        data.update(self._forward(rollout_id, get_values, data, iterators, ""))
         compute_advantages_and_returns(self.args, data)
         metrics = train_metrics.value_metrics(data)
         if rollout_id < self.args.num_critic_only_steps:  # the actor, which logs the rollout, does not see this one
@@ -147,7 +149,7 @@ class RolloutTraining:
     def _rollout_metrics(self, data: DeviceBatch) -> dict[str, float]:
         has_rewards = metrics_config(self.args).has_rewards
         return train_metrics.rollout_metrics(
-            data, per_token=self.args.calculate_per_token_loss, has_rewards=has_rewards
+            data, self._token_columns, per_token=self.args.calculate_per_token_loss, has_rewards=has_rewards
         )
 
     def _record_weights(self, rollout_id: int) -> None:
@@ -163,11 +165,11 @@ class RolloutTraining:
 
     def _forward(
         self, rollout_id: int, read: Reader, data: DeviceBatch, iterators: list[DataIterator], prefix: str
-    ) -> None:
-        """Run a forward pass under the weights in the model and add its result to ``data``."""
+    ) -> dict[str, list[Tensor]]:
+        """Run a forward pass under the weights in the model."""
         name = "values" if read is get_values else f"{prefix}log_probs"
         with span(name, rollout=rollout_id):
-            data.update(forward_only(read, self.args, self.model, iterators, data.num_microbatches, prefix))
+            return forward_only(read, self.args, self.model, iterators, data.num_microbatches, prefix)
 
     def _log_probs_for_dump(self, data: DeviceBatch, iterators: list[DataIterator]) -> dict[str, Any]:
         """Return log-probs for the dump alone, where training takes those of its first forward pass."""

@@ -30,15 +30,14 @@ TOKEN_COLUMNS = (
     "values",
     "kl",
     "entropy",
-    "opd_reverse_kl",
 )
 """One value per response token: logged as the mean over rollouts of each rollout's masked mean."""
 
 _SAMPLE_COLUMNS = ("response_lengths", "total_lengths", "truncated")
 """One number per sample: logged as plain means, as ``rewards`` are."""
 
-FORWARD_PASSES = ("log_probs", "ref_log_probs", "teacher_log_probs")
-"""Timers around a forward pass over the whole rollout, of each teacher one."""
+_FORWARD_PASSES = {"log_probs": 1, "ref_log_probs": 1}
+"""Timers around forward passes over the whole rollout, and how many."""
 
 
 def is_main_rank() -> bool:
@@ -76,7 +75,9 @@ def reduce_step_metrics(
     return {name: value / denominator for name, value in zip(names, values, strict=True)}
 
 
-def rollout_metrics(rollout_data: DeviceBatch, *, per_token: bool, has_rewards: bool) -> dict[str, float]:
+def rollout_metrics(
+    rollout_data: DeviceBatch, token_columns: Iterable[str] = TOKEN_COLUMNS, *, per_token: bool, has_rewards: bool
+) -> dict[str, float]:
     """Average every column over the whole rollout: ``rollout/...``.  Collective over data and context parallelism.
 
     Per-token columns are averaged as the loss is, so that ``rollout/log_probs`` and a training metric of the same
@@ -99,7 +100,7 @@ def rollout_metrics(rollout_data: DeviceBatch, *, per_token: bool, has_rewards: 
     if per_token:
         share = float(sum(mask.sum().item() for mask in rollout_data.loss_masks)) / cp_size
     sums: dict[str, list[float]] = {}
-    for name in TOKEN_COLUMNS:
+    for name in token_columns:
         if rollout_data.get(name) is not None:
             total = float(reduce(torch.cat([values.float() for values in rollout_data[name]])))
             sums[name] = [total, share]
@@ -151,7 +152,7 @@ def perf_metrics(
     seconds: Mapping[str, float],
     *,
     dims: ModelDims,
-    num_teachers: int,
+    frozen_passes: Mapping[str, int],
     max_tokens_per_gpu: int | None,
     world_size: int,
 ) -> dict[str, float]:
@@ -159,8 +160,10 @@ def perf_metrics(
 
     Args:
         data_iterator: after training: counts real and packed tokens.
+        frozen_passes: timer -> forward passes over the whole rollout, of policies beside the reference.
         max_tokens_per_gpu: None where micro-batches have a fixed number of samples.
     """
+    num_passes = {**_FORWARD_PASSES, **frozen_passes}
     local = torch.tensor(
         [
             sum(rollout_data.total_lengths),
@@ -180,10 +183,9 @@ def perf_metrics(
     for name, elapsed_s in seconds.items():
         metrics[f"perf/{name}_time"] = elapsed_s
         metrics[f"perf/time_{name}_s"] = elapsed_s
-        if elapsed_s > 0 and name in (*FORWARD_PASSES, "actor_train"):
-            work = dims.train_flops(text, tower) if name == "actor_train" else text + tower
-            if name == "teacher_log_probs":
-                work *= num_teachers
+        if elapsed_s > 0 and (name in num_passes or name == "actor_train"):
+            is_training = name == "actor_train"
+            work = dims.train_flops(text, tower) if is_training else (text + tower) * num_passes[name]
             metrics[f"perf/{name}_tflops"] = work / elapsed_s / world_size / 1e12
     if packed:
         metrics["perf/packing_efficiency"] = real / packed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.parameters import weights_digest
 from slime.backends.megatron_utils.train_metrics import TOKEN_COLUMNS
 from slime.backends.megatron_utils.train_step import StepResult
-from slime.flags.distillation import trainer_teachers
 from slime.observability import telemetry
 from slime.observability.dumps import LAYOUT, save_train_dump
 from slime.observability.metric_utils import compute_rollout_step
@@ -90,7 +90,7 @@ class TrainReports:
             iterator,
             seconds,
             dims=self._dims,
-            num_teachers=len(trainer_teachers(self._args)),
+            frozen_passes=Counter(policy.timer for policy in self._args.frozen_policies),
             max_tokens_per_gpu=self._args.max_tokens_per_gpu if self._args.use_dynamic_batch_size else None,
             world_size=self._world_size,
         )
@@ -169,9 +169,11 @@ class TrainReports:
 # ``--save-debug-train-data``: the rollout's columns from all ranks, as one file.
 
 
-def dump_train_data(template: str, rollout_id: int, rollout_data: DeviceBatch) -> None:
+def dump_train_data(
+    template: str, rollout_id: int, rollout_data: DeviceBatch, token_columns: Sequence[str] = TOKEN_COLUMNS
+) -> None:
     """Write the data that the rollout was trained on.  Collective over all ranks; the first one writes."""
-    shards = gather_on_first(_shard_of_this_rank(rollout_data))
+    shards = gather_on_first(_shard_of_this_rank(rollout_data, token_columns))
     if shards is not None:
         known = sorted((shard for shard in shards if shard is not None), key=lambda shard: shard["dp_rank"])
         try:
@@ -182,7 +184,7 @@ def dump_train_data(template: str, rollout_id: int, rollout_data: DeviceBatch) -
 
 
 @torch.no_grad()
-def _shard_of_this_rank(rollout_data: DeviceBatch) -> dict[str, Any] | None:
+def _shard_of_this_rank(rollout_data: DeviceBatch, token_columns: Sequence[str]) -> dict[str, Any] | None:
     """Return this data-parallel rank's samples on the rank that writes for it; None on the others."""
     if not mpu.is_pipeline_last_stage(ignore_virtual=True) or mpu.get_tensor_model_parallel_rank() != 0:
         return None
@@ -191,7 +193,7 @@ def _shard_of_this_rank(rollout_data: DeviceBatch) -> dict[str, Any] | None:
     columns: dict[str, list[Any]] = {}
     for name in names:
         values = list(rollout_data[name])
-        is_cut = name in (*PER_TOKEN_COLUMNS, *TOKEN_COLUMNS) or name.endswith(("log_probs", "entropy"))
+        is_cut = name in (*PER_TOKEN_COLUMNS, *token_columns) or name.endswith(("log_probs", "entropy"))
         if is_cut and mpu.get_context_parallel_world_size() > 1:
             values = whole_responses(values, *lengths)
         columns[name] = [value.detach().cpu() if isinstance(value, Tensor) else value for value in values]

@@ -8,7 +8,7 @@ Several teachers: ``--opd-teachers math=http://A/generate code=http://B/generate
 
 The "reward" of a sample is the teacher's answer to its tokens, with the log-prob of each; the second function makes
 ``sample.teacher_log_probs`` of it.  The trainer then adds ``-opd_kl_coef * (student - teacher)`` to the advantages
-(``slime.algorithms.advantages.distillation``).  Evaluation needs a grader: name it in ``--eval-config``.
+(``slime.ext.distill.guide``).  Evaluation needs a grader: name it in ``--eval-config``.
 
 A teacher inside the trainer, ``--opd-type megatron``, needs none of this.  Teacher and student must have the same
 tokens.
@@ -19,12 +19,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from slime.flags.distillation import teacher_config, teachers_of
+from slime.ext.distill.flags import teacher_config, teachers_of
 from slime.rollout.control_client import UnusableAnswer, ask_patiently, control_sessions
-from slime.train_data.convert import teacher_name
+from slime.train_data.convert import source_name
 from slime.utils.errors import ConfigError, DataError, GraderError
 from slime.utils.http_utils import RETRIED_STATUSES, decode_json, encode_json, job_headers
 from slime.utils.processing_utils import encode_image_for_rollout_engine
@@ -73,6 +73,21 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
     if images:
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
     return await _ask(url, encode_json(payload))
+
+
+def teacher_name(sample: Sample, *, key: str | None, teachers: Collection[str]) -> str:
+    """Return the name of the sample's teacher: its data set's, or the entry ``key`` of its metadata.
+
+    Raises:
+        DataError: it names none of ``teachers``.
+    """
+    name = source_name(sample) if key is None else (sample.metadata or {}).get(key)
+    if name not in teachers:
+        where = "its data set" if key is None else f"metadata[{key!r}], by --opd-teacher-key,"
+        raise DataError(
+            f"The teacher of sample {sample.index}: {where} is {name!r}; --opd-teachers has {', '.join(teachers)}."
+        )
+    return str(name)
 
 
 async def _ask(url: str, body: bytes) -> dict[str, Any]:

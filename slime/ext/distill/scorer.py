@@ -27,10 +27,11 @@ from slime.backends.megatron_utils.checkpoint import load_checkpoint
 from slime.backends.megatron_utils.cp_utils import whole_responses
 from slime.backends.megatron_utils.data import current_device, get_data_iterator
 from slime.backends.megatron_utils.forward import forward_only
-from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, get_log_probs_and_top
+from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.model_transform import ModelTransform
 from slime.ext.distill.flags import TeacherServerConfig
+from slime.ext.distill.guide import get_log_probs_and_top
 from slime.flags.config import read_config
 from slime.train_data.bins import first_fit
 from slime.train_data.device_batch import DeviceBatch

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from slime.flags.checkpoint import has_finished_save, is_huggingface_folder, is_release
 from slime.flags.config import backend_flags
 from slime.flags.debug import template_problem
-from slime.flags.group import FlagGroup
+from slime.flags.group import FlagGroup, flag_of
 from slime.flags.kinds import file_path, fraction_below_one, positive_float, positive_int
 
 PLUGIN = "slime.ext.lora.sglang_plugin.register"
@@ -165,10 +165,10 @@ def check_lora(args: Namespace) -> Iterator[str]:
     if args.lora_save is not None:
         if problem := template_problem("--lora-save", args.lora_save, {"rollout_id"}):
             yield problem
-    if vars(args).get("use_opd") and args.opd_type == "megatron":
+    for policy in args.frozen_policies:
         yield (
-            "--opd-type megatron puts a teacher's weights in the place of the actor's, which --lora-rank keeps frozen "
-            "and in one copy; use --opd-type sglang."
+            f"{flag_of(policy.load_arg)} puts {policy.folder} in the place of the actor's weights, which --lora-rank "
+            "keeps frozen and in one copy; let an engine serve that model (a teacher: --opd-type sglang)."
         )
     yield from _starting_point_problems(args.load, args.ref_load, finetunes=args.finetune)
 

@@ -58,7 +58,6 @@ from slime.ext.plan.trainer_memory import (
 )
 from slime.flags.algorithm import uses_reference
 from slime.flags.cluster import plan_gpus
-from slime.flags.distillation import trainer_teachers
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import SlimeError
 
@@ -179,7 +178,7 @@ def forward_passes(args: Namespace) -> int:
         return 0
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     has_old = needs_old_log_probs(args, max(samples // args.global_batch_size, 1))
-    return sum(map(bool, [uses_reference(args), has_old])) + len(trainer_teachers(args))
+    return sum(map(bool, [uses_reference(args), has_old])) + len(args.frozen_policies)
 
 
 def train_seconds(work: StepWork | None, sizes: ParallelSizes, options: PlanOptions) -> float | None:
@@ -335,7 +334,7 @@ def plan_host(args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], pl
 def parked_copies(args: Namespace) -> int:
     """Count the sets of weights that the trainer keeps in pinned memory."""
     old = [args.keep_old_actor] * 2  # what drew the rollout, and what the engines have
-    count = sum(map(bool, [uses_reference(args), *old])) + len(trainer_teachers(args))
+    count = sum(map(bool, [uses_reference(args), *old])) + len(args.frozen_policies)
     return count + (count > 0 or bool(args.offload_train))
 
 

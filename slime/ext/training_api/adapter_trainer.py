@@ -31,8 +31,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 from megatron.core.utils import get_model_config, unwrap_model
 
-from slime.algorithms.log_probs import vocab_parallel_log_probs
-from slime.algorithms.top_k import logits_of
+from slime.algorithms.log_probs import logits_of, vocab_parallel_log_probs
 from slime.backends.megatron_utils.cp_utils import packing_of
 from slime.backends.megatron_utils.data import DataIterator, current_device, get_batch
 from slime.backends.megatron_utils.forward import run_microbatches, run_model

@@ -6,6 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+from slime.backends.megatron_utils.guide import Guide
 from slime.backends.megatron_utils.update_weight.transport import MakeTransport
 from slime.ext.training_api.adapter_trainer import AdapterTrainer
 from slime.ext.training_api.flags import TrainingApiConfig
@@ -20,12 +21,12 @@ class ServiceRank(MegatronTrainRayActor):
         args: Namespace,
         role: str,
         with_ref: bool = False,
-        with_opd_teacher: bool = False,
         transforms: tuple[type, ...] = (),
         transport: MakeTransport | None = None,
+        guides: tuple[type[Guide], ...] = (),
     ) -> int:
         """Build and load the model; see the base class."""
-        start = super().init(args, role, with_ref, with_opd_teacher, transforms, transport)
+        start = super().init(args, role, with_ref, transforms, transport, guides)
         config = read_config(TrainingApiConfig, args)
         self._clients = AdapterTrainer(
             args,

@@ -1,4 +1,4 @@
-"""Estimators, the scan beneath them, whitening and distillation."""
+"""Estimators, the scan beneath them, and whitening."""
 
 import math
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from slime.algorithms.advantages import ESTIMATORS, AdvantageConfig, AdvantageInputs, get_estimator
-from slime.algorithms.advantages.distillation import add_distillation
 from slime.algorithms.advantages.whitening import whiten
 from slime.algorithms.discounted import discounted_suffix_sums
 from slime.algorithms.gae import generalised_advantages
@@ -121,14 +120,6 @@ def test_unknown_estimator_and_impossible_discount_are_refused():
         get_estimator("rloo")
     with pytest.raises(ConfigError, match="--gamma is 1.5"):
         AdvantageConfig(gamma=1.5)
-
-
-def test_distillation_pulls_towards_the_teacher():
-    advantages, reverse_kl = add_distillation(
-        [torch.tensor([1.0, 1.0])], [torch.tensor([-1.0, -2.0])], [torch.tensor([-2.0, -1.0])], coef=0.5
-    )
-    assert floats(advantages) == [[0.5, 1.5]]
-    assert floats(reverse_kl) == [[1.0, -1.0]]
 
 
 def test_whitening_counts_trained_tokens_only_and_moves_all():

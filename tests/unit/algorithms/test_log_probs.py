@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime.algorithms.log_probs import KeptTokens, vocab_parallel_log_probs
+from slime.algorithms.log_probs import KeptTokens, logits_of, vocab_parallel_log_probs
 
 
 def plain(logits, targets, temperature=1.0, keep=None):
@@ -209,3 +209,11 @@ def test_pairs_of_kept_tokens_are_the_mask_that_they_describe(chunk_size):
     mask = keep | ~is_recorded[:, None]
     found = vocab_parallel_log_probs(logits, targets, keep=KeptTokens(*pairs, is_recorded), chunk_size=chunk_size)
     torch.testing.assert_close(found[0], plain(logits, targets, keep=mask)[0])
+
+
+def test_logits_of_chosen_tokens_carry_their_gradient():
+    logits = torch.randn(3, 4, requires_grad=True)
+    chosen = logits_of(logits, torch.tensor([2, 0]), torch.tensor([[1, 3], [0, 0]]))
+    torch.testing.assert_close(chosen, torch.stack([logits[2, [1, 3]], logits[0, [0, 0]]]))
+    chosen.sum().backward()
+    assert logits.grad.tolist() == [[2.0, 0, 0, 0], [0, 0, 0, 0], [0, 1.0, 0, 1.0]]

@@ -67,16 +67,6 @@ ALGORITHM = (
         says=("--optimizer", "sgd", "adam"),
     ),
     Broken(
-        mistake="half of a distillation",
-        flags="--use-opd",
-        says=("--use-opd needs --opd-type", "sglang", "megatron"),
-    ),
-    Broken(
-        mistake="a teacher that nobody asks",
-        flags="--opd-teacher-load $model",
-        says=("--opd-teacher-load", "no effect without --use-opd"),
-    ),
-    Broken(
         mistake="a reference that is refreshed and not used",
         flags="--ref-update-interval 10",
         says=("--ref-update-interval", "--use-kl-loss"),

@@ -14,7 +14,6 @@ from slime.flags.cluster import check_loop
 from slime.flags.parse import slime_validate_args
 from slime.utils.errors import ConfigError, DataError
 
-DISTILLATION = "slime.rollout.on_policy_distillation"
 FORGE = "slime.rollout.forge_load.generate_rollout"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
@@ -72,29 +71,6 @@ def test_one_answer_to_a_prompt_is_refused_where_nothing_else_teaches(make_args,
         (["--use-stateless-adam", "--no-save-optim"], None),
         (["--use-routing-replay", "--disable-compute-advantages-and-returns"], "drop one of them"),
         (["--num-rollout", "1", "--qkv-format", "bshd"], "--qkv-format is bshd"),
-        (["--use-opd"], "--use-opd needs --opd-type"),
-        (["--opd-type", "sglang"], "no effect without --use-opd"),
-        (["--opd-teacher-load", "x"], "no effect without --use-opd"),
-        (["--opd-teachers", "a=x"], "no effect without --use-opd"),
-        (["--use-opd", "--opd-type", "sglang", "--opd-teacher-key", "task"], "no effect without --opd-teachers"),
-        (["--use-opd", "--opd-type", "sglang", "--opd-teachers", "http"], "each must be NAME=WHERE"),
-        (["--use-opd", "--opd-type", "sglang", "--opd-teachers", "a=x", "a=y"], "each may occur once"),
-        (["--use-opd", "--opd-type", "megatron", "--opd-teachers", "a=x", "--opd-teacher-load", "x"], "Drop one"),
-        (["--use-opd", "--opd-type", "megatron", "--opd-teachers", "a=/none"], "--opd-teachers"),
-        (["--use-opd", "--opd-type", "sglang", "--opd-teachers", "a=http://a/generate", "b=http://b/generate"], None),
-        (["--opd-top-k", "4"], "no effect without --use-opd"),
-        (["--use-opd", "--opd-type", "sglang", "--opd-top-k", "4", "--rollout-top-p", "0.9"], "make it 1"),
-        (["--use-opd", "--opd-type", "sglang", "--opd-top-k", "4", "--loss-type", "sft_loss"], "of the policy loss"),
-        (["--use-opd", "--opd-type", "megatron"], "name its checkpoint: --opd-teacher-load"),
-        (["--use-opd", "--opd-type", "sglang", "--opd-teacher-load", "x"], "use --opd-type megatron"),
-        (["--use-opd", "--opd-type", "megatron", "--opd-teacher-load", "/none"], "--opd-teacher-load"),
-        (["--use-opd", "--opd-type", "sglang", "--disable-compute-advantages-and-returns"], "there are none"),
-        (["--use-opd", "--opd-type", "sglang", "--loss-type", "sft_loss"], "which --loss-type sft_loss does not use"),
-        (
-            ["--use-opd", "--opd-type", "sglang", "--custom-rm-path", f"{DISTILLATION}.reward_func"],
-            "the teacher at --rm-url",
-        ),
-        (["--use-opd", "--opd-type", "sglang"], None),
         (["--stale-group-policy", "mask"], "has no effect without --max-staleness"),
         (["--memory-recorder", "memray"], "memory is recorded by torch only"),
         (["--save-debug-rollout-data", "x.pt", "--save-debug-train-data", "x.pt"], "would overwrite each other"),

@@ -34,7 +34,7 @@ def train_data(samples: list[Sample], **flags: Any) -> dict[str, Any]:
         reward_key=None,
         use_rollout_routing_replay=False,
         rollout_top_p=1.0,
-        use_opd=False,
+        named_columns={},
         custom_rm_path=None,
         rm_type="math",
     )

@@ -10,7 +10,7 @@ import torch
 from slime.train_data.columns import RankBatch
 from slime.train_data.device_batch import DeviceBatch
 
-COMPUTED = {"host_tokens", "log_probs", "ref_log_probs", "values", "kl", "advantages", "returns", "opd_reverse_kl"}
+COMPUTED = {"host_tokens", "log_probs", "ref_log_probs", "values", "kl", "advantages", "returns"}
 
 
 def test_what_a_hook_writes_into_the_dict_is_read_as_an_attribute() -> None:

@@ -29,7 +29,6 @@ from slime.backends.megatron_utils.models import (
 from slime.backends.megatron_utils.models.family import differs
 from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS, Flag, shared_rules, too_short_a_stage
 from slime.flags.checkpoint import is_huggingface_folder
-from slime.flags.distillation import trainer_teachers
 from slime.flags.group import flag_of
 from slime.utils import env
 from slime.utils.errors import ConfigError
@@ -378,8 +377,7 @@ def check_other_models(args: Namespace) -> None:
         ConfigError: with each flag, its value and the folder's.
     """
     folders = [("load", args.load), ("ref_load", args.ref_load)]
-    teacher_flag = "opd_teacher_load" if args.opd_teachers is None else "opd_teachers"
-    folders += [(teacher_flag, folder) for folder in trainer_teachers(args).values()]
+    folders += [(policy.load_arg, policy.folder) for policy in args.frozen_policies]
     for attribute, folder in folders:
         if not folder or not is_huggingface_folder(folder):
             continue

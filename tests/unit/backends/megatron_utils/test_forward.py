@@ -13,7 +13,7 @@ PLAIN: dict[str, Any] = {
     "loss_type": "policy_loss",
     "advantage_estimator": "grpo",
     "kl_coef": 0.0,
-    "use_opd": False,
+    "advantage_terms": [],
     "custom_advantage_function_path": None,
     "keep_old_actor": False,
     "use_tis": False,
@@ -42,7 +42,7 @@ KEEPS_IT_SKIPPED = [
 
 NEEDS_IT = [
     {"kl_coef": 0.1},
-    {"use_opd": True},
+    {"advantage_terms": ["an extension: it reads them"]},
     {"advantage_estimator": "ppo"},
     {"advantage_estimator": "gspo"},
     {"custom_advantage_function_path": "a.b"},

@@ -44,8 +44,7 @@ def make_args(**overrides: Any) -> Namespace:
         "custom_pg_loss_reducer_function_path": None, "calculate_per_token_loss": False, "use_kl_loss": False,
         "use_unbiased_kl": False, "kl_loss_coef": 0.0, "kl_loss_type": "k1", "value_clip": 0.2,
         "custom_loss_function_path": None, "recompute_loss_function": False, "kl_coef": 0.0,
-        "loss_type": "policy_loss", "keep_old_actor": False, "use_opd": False, "use_routing_replay": False,
-        "opd_top_k": None, "opd_kl_coef": 1.0,
+        "loss_type": "policy_loss", "keep_old_actor": False, "use_routing_replay": False,
         "use_rollout_routing_replay": False,
     }  # fmt: skip
     return Namespace(**{**defaults, **overrides})
@@ -242,41 +241,3 @@ def test_missing_reference_log_probs_are_an_error_that_names_the_flag() -> None:
     batch = make_batch(masks=((1,),), advantages=[[1.0]])
     with pytest.raises(DataError, match="--use-kl-loss needs log-probs"):
         run(make_args(use_kl_loss=True), batch, make_logits(batch, [[-1.0]]))
-
-
-def test_top_k_distillation_adds_the_divergence_from_the_teachers_tokens() -> None:
-    generator = torch.Generator().manual_seed(3)
-    batch = make_batch(masks=((1, 1), (1, 0, 1, 1)))
-    batch["advantages"] = [torch.zeros(2), torch.zeros(4)]
-    sizes, temperature = (2, 4), 0.7
-    teacher = torch.randn(6, VOCAB, generator=generator).log_softmax(-1)
-    best = teacher.topk(3, dim=-1)
-    top = torch.stack([best.indices.float(), best.values], dim=1)
-    top[3] = float("nan")  # of the token that is not trained
-    batch["teacher_top"] = list(top.split(sizes))
-    logits = torch.randn(1, sum(batch["total_lengths"]) + 3, VOCAB + 3, generator=generator).requires_grad_()
-    args = make_args(use_opd=True, opd_top_k=3, opd_kl_coef=2.0, rollout_temperature=temperature)
-    value, metrics = loss.policy_loss_function(
-        args, batch, logits, get_sum_of_sample_mean(
-            batch["total_lengths"], batch["response_lengths"], batch["loss_masks"], batch["rollout_mask_sums"]
-        ),
-    )  # fmt: skip
-    value.backward()
-
-    again = logits.detach().double().requires_grad_()
-    rows = torch.tensor([1, 2, 5, 6, 7, 8])
-    student = (again[0, rows, :VOCAB] / temperature).log_softmax(-1).gather(1, best.indices)
-    p, q = student.exp(), best.values.double().exp()
-    kl = (p * (p / q).log()).sum(-1) + (1 - p.sum(-1)) * ((1 - p.sum(-1)) / (1 - q.sum(-1))).log()
-    expected = (kl[0] + kl[1]) / 2 + (kl[2] + kl[4] + kl[5]) / 3
-    (2.0 * expected).backward()
-    assert float(metrics["opd_loss"]) == pytest.approx(float(expected), rel=1e-5)
-    assert float(value) == pytest.approx(2.0 * float(expected), rel=1e-5)
-    torch.testing.assert_close(logits.grad.double(), again.grad, atol=1e-6, rtol=1e-4)
-
-
-def test_top_k_distillation_without_the_teachers_tokens_says_so() -> None:
-    batch = make_batch()
-    batch["advantages"] = [torch.zeros(2), torch.zeros(4)]
-    with pytest.raises(DataError, match="--opd-top-k needs the teacher's likeliest tokens"):
-        run(make_args(use_opd=True, opd_top_k=3), batch, make_logits(batch, [[-1.0, -2.0], [-0.5, -1.5, -2.5, -3.5]]))

@@ -10,6 +10,7 @@ import torch
 
 from slime.backends.megatron_utils import policies
 from slime.backends.megatron_utils.policies import ModelSwitch, Policies
+from slime.flags.algorithm import FrozenPolicy
 from slime.utils.errors import DataError
 
 FRESH = {
@@ -20,6 +21,7 @@ FRESH = {
     "ref_ckpt_step": None,
     "keep_old_actor": False,
     "offload_train": False,
+    "frozen_policies": [],
 }
 
 
@@ -38,7 +40,7 @@ def load(
     monkeypatch.setattr(policies.checkpoint, "load_checkpoint", load_checkpoint)
     switch = ModelSwitch([model])
     kept = Policies(Namespace(**{**FRESH, **changed}), [model], switch)
-    kept.load(with_ref=True, with_teacher=False, is_from_load=is_from_load)
+    kept.load(with_ref=True, is_from_load=is_from_load)
     return model, switch, read
 
 
@@ -66,13 +68,10 @@ def test_any_other_reference_is_read(monkeypatch: pytest.MonkeyPatch, changed: d
     assert model.weight.eq(2).all()
 
 
-@pytest.mark.parametrize(
-    ("given", "flag"),
-    [({"opd_teacher_load": "gone"}, "--opd-teacher-load"), ({"opd_teachers": ["math=gone"]}, "--opd-teachers")],
-)
-def test_a_teacher_that_is_not_there_is_named_by_the_flag_that_gave_it(given: dict[str, Any], flag: str) -> None:
-    none = {"opd_teachers": None, "opd_teacher_load": None, "opd_teacher_ckpt_step": None}
-    args = Namespace(**{**FRESH, **none, "use_opd": True, "opd_type": "megatron", **given})
+@pytest.mark.parametrize(("load_arg", "flag"), [("ref_load", "--ref-load"), ("one_of_several", "--one-of-several")])
+def test_a_policy_that_is_not_there_is_named_by_the_flag_that_gave_it(load_arg: str, flag: str) -> None:
+    asked = [FrozenPolicy("other", load_arg, "gone", None, "other_log_probs")]
     model = torch.nn.Linear(3, 2)
     with pytest.raises(DataError, match=f"{flag} is 'gone'"):
-        Policies(args, [model], ModelSwitch([model])).load(with_ref=False, with_teacher=True, is_from_load=True)
+        kept = Policies(Namespace(**{**FRESH, "frozen_policies": asked}), [model], ModelSwitch([model]))
+        kept.load(with_ref=False, is_from_load=True)

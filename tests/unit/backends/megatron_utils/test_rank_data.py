@@ -6,10 +6,8 @@ import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from slime.backends.megatron_utils.advantages import choose_teachers
 from slime.backends.megatron_utils.data import forward_arguments, prepare_rollout_data
 from slime.backends.megatron_utils.layers.vision import VisionModel
-from slime.train_data.device_batch import DeviceBatch
 from slime.utils.errors import DataError
 from tests.unit.train_data.rank_batch import one_rank
 
@@ -21,16 +19,6 @@ def test_a_token_that_the_model_does_not_have_is_refused_by_name(token):
         DataError, match=f"sample 1 of the train data has the token {token}; .* 0 to 99 .*--vocab-size"
     ):
         prepare_rollout_data(data, vocab_size=100)
-
-
-def test_a_teacher_that_there_is_not_is_refused_by_name():
-    answers = {"math": {"teacher_log_probs": [1, 2]}, "code": {"teacher_log_probs": [3, 4]}}
-    data = DeviceBatch(teacher_names=["code", "math"])
-    choose_teachers(data, answers)
-    assert data.teacher_log_probs == [3, 2]
-    data["teacher_names"] = ["math", "poetry"]
-    with pytest.raises(DataError, match="teacher_names has 'poetry'; the teachers of --opd-teachers are math, code"):
-        choose_teachers(data, answers)
 
 
 def test_a_users_model_gets_the_pixels_of_all_samples_joined_as_floats():

@@ -66,15 +66,15 @@ def test_rewards_that_were_not_given_are_in_no_mean(folder):
     assert not any("reward" in name for name in rollout_metrics(data, per_token=False, has_rewards=True))
 
 
-def test_the_passes_of_all_teachers_count_as_work(folder: Path) -> None:
+def test_the_passes_of_all_frozen_policies_count_as_work(folder: Path) -> None:
     args, *_ = build(folder)
     data = prepare_rollout_data(cut(args, make_train_data(), {"dp_size": 1, "cp_size": 1})[0])
     (iterator,) = get_data_iterator(data, 1)
 
-    def speed(num_teachers: int) -> float:
-        counts = {"num_teachers": num_teachers, "max_tokens_per_gpu": None, "world_size": 1}
-        metrics = perf_metrics(data, iterator, {"teacher_log_probs": 2.0}, dims=model_dims(args), **counts)
-        return metrics["perf/teacher_log_probs_tflops"]
+    def speed(num_passes: int) -> float:
+        counts = {"frozen_passes": {"other_log_probs": num_passes}, "max_tokens_per_gpu": None, "world_size": 1}
+        metrics = perf_metrics(data, iterator, {"other_log_probs": 2.0}, dims=model_dims(args), **counts)
+        return metrics["perf/other_log_probs_tflops"]
 
     assert speed(1) > 0
     assert speed(2) == pytest.approx(2 * speed(1))

@@ -104,10 +104,9 @@ def test_advantages_and_returns_of_trained_tokens_do_not_see_them(estimator: str
         batch = make_batch(masks=MASKS, **columns_with(filler))
         data = {**batch, "rewards": [1.0, -1.0, 0.5]}
         args = make_args(
-            advantage_estimator=estimator, kl_coef=0.1, kl_loss_type="k3", gamma=0.9, lambd=0.9, use_opd=True,
-            opd_kl_coef=0.1, normalize_advantages=True, custom_advantage_function_path=None,
+            advantage_estimator=estimator, kl_coef=0.1, kl_loss_type="k3", gamma=0.9, lambd=0.9,
+            normalize_advantages=True, custom_advantage_function_path=None,
         )  # fmt: skip
-        data["teacher_log_probs"] = data["ref_log_probs"]
         compute_advantages_and_returns(args, data)
         return [
             values[mask != 0]

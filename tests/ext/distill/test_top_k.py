@@ -6,8 +6,12 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from slime.algorithms.top_k import logits_of, reverse_kl_on_top, top_logits
+from slime.algorithms.log_probs import logits_of
+from slime.ext.distill.top_k import reverse_kl_on_top, top_logits
+from tests.dist.test_log_probs_tp import COLUMNS, problem
+from tests.matrix.pool import run_ranks
 
 
 def both(seed=0, rows=4, vocabulary=7):
@@ -56,9 +60,30 @@ def test_the_largest_logits_leave_out_the_padding():
     assert (ids.tolist(), values.tolist()) == ([[1, 2], [2, 1]], [[5.0, 3.0], [2.0, 1.0]])
 
 
-def test_logits_of_chosen_tokens_carry_their_gradient():
-    logits = torch.randn(3, 4, requires_grad=True)
-    chosen = logits_of(logits, torch.tensor([2, 0]), torch.tensor([[1, 3], [0, 0]]))
-    torch.testing.assert_close(chosen, torch.stack([logits[2, [1, 3]], logits[0, [0, 0]]]))
-    chosen.sum().backward()
-    assert logits.grad.tolist() == [[2.0, 0, 0, 0], [0, 0, 0, 0], [0, 1.0, 0, 1.0]]
+def top_on_rank() -> dict:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    logits, _, _, _ = problem()
+    shard = logits[:, rank * COLUMNS // size : (rank + 1) * COLUMNS // size].float().clone().requires_grad_()
+    padding = 2  # the last columns of the last shard
+    rows = torch.tensor([4, 0, 6])
+    ids, values = top_logits(
+        shard.detach(), rows, 5, tp_group=dist.group.WORLD, vocab_size=COLUMNS - padding, rows_per_chunk=2
+    )
+    chosen = logits_of(shard, rows, ids, tp_group=dist.group.WORLD)
+    (chosen * torch.arange(1.0, 6.0)).sum().backward()
+    found = {"ids": ids, "values": values, "chosen": chosen.detach(), "grad": shard.grad}
+    return {name: tensor.tolist() for name, tensor in found.items()}
+
+
+@pytest.mark.dist
+def test_the_likeliest_tokens_of_a_sharded_vocabulary():
+    ranks = run_ranks(top_on_rank, 2)
+    logits, _, _, _ = problem()
+    whole = logits.float().requires_grad_()
+    best = whole[[4, 0, 6], :-2].topk(5, dim=-1)
+    (best.values * torch.arange(1.0, 6.0)).sum().backward()
+    for result in ranks:
+        assert result["ids"] == best.indices.tolist()
+        assert result["values"] == result["chosen"] == best.values.tolist()
+    joined = torch.cat([torch.tensor(result["grad"]) for result in ranks], dim=1)
+    assert joined.tolist() == whole.grad.tolist()

@@ -6,8 +6,6 @@ K = tokens kept of each row.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,25 +34,6 @@ def reverse_kl_on_top(student_log_prob_RK: Tensor, teacher_log_prob_RK: Tensor) 
 
     student_RK, teacher_RK = with_rest(student_log_prob_RK), with_rest(teacher_log_prob_RK.detach())
     return (student_RK.exp() * (student_RK - teacher_RK)).sum(dim=-1)
-
-
-def logits_of(
-    logits_TV: Tensor, rows_R: Tensor, ids_RK: Tensor, *, tp_group: dist.ProcessGroup | None = None
-) -> Tensor:
-    """Return the logits of some tokens in each row, [R, K] in float32, with their gradient.
-
-    Args:
-        logits_TV: this rank's columns; rank k of the group has the ids ``[k * V, (k+1) * V)``.
-        rows_R: int64 rows.
-        ids_RK: int64 ids in the whole vocabulary.
-        tp_group: the tensor-parallel group; None when this rank has the whole vocabulary.
-    """
-    shard = logits_TV.shape[-1]
-    columns_RK = ids_RK - (dist.get_rank(tp_group) * shard if tp_group is not None else 0)
-    is_here_RK = (columns_RK >= 0) & (columns_RK < shard)
-    values_RK = logits_TV[rows_R[:, None], columns_RK.clamp(0, shard - 1)].float()
-    values_RK = torch.where(is_here_RK, values_RK, 0.0)
-    return values_RK if tp_group is None else _SumOverShards.apply(values_RK, tp_group)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
@@ -101,17 +80,3 @@ def _side_by_side(local_RK: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(local_RK) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, local_RK.contiguous(), group=group)
     return torch.cat(parts, dim=-1)
-
-
-class _SumOverShards(torch.autograd.Function):
-    """All-reduce of what one shard has and the others do not; each shard's gradient is the whole one."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = values.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
