@@ -149,7 +149,8 @@ def _add_kl(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ref-update-interval",
         type=positive_int,
-        help="Copy the actor into the reference model every so many rollouts.",
+        help="Copy the actor into the reference model every so many rollouts. A resumed run reads the copy from the "
+        "checkpoint of that rollout; without one the reference is --ref-load again.",
     )
 
 

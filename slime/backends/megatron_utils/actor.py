@@ -72,7 +72,7 @@ class MegatronTrainRayActor(TrainWorker):
             self.weights = ModelSwitch(self.model, role)
             self._policies = Policies(args, self.model, self.weights)
             if role == "actor":
-                self._policies.load(with_ref=with_ref, is_from_load=self.loads_checkpoint)
+                self._policies.load(with_ref=with_ref, is_from_load=self.loads_checkpoint, iteration=iteration)
         self._reports = TrainReports(args, role, world_size=self.world_size)
         self.training = RolloutTraining(
             args,

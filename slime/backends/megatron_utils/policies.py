@@ -1,6 +1,7 @@
 """The policies that a run keeps beside the one in training, and the moments when one becomes another.
 
-    ref            --ref-load (the actor without added parameters); the actor every --ref-update-interval rollouts
+    ref            --ref-load (the actor without added parameters); the actor every --ref-update-interval rollouts,
+                   in a run that goes on that of its checkpoint
     those of args.frozen_policies, which extensions ask for; they never change
     rollout_actor  --keep-old-actor: the weights of the last push
     old_actor      --keep-old-actor: the weights that drew the rollout in training
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -22,8 +24,9 @@ from torch import Tensor
 from slime.backends.megatron_utils import checkpoint, memory
 from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.flags.algorithm import FrozenPolicy
+from slime.flags.checkpoint import is_iteration_folder
 from slime.observability.telemetry import span
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, DataError
 from slime.weights.pinned_memory import host_tensors_like
 
 logger = logging.getLogger(__name__)
@@ -35,11 +38,12 @@ class Policies:
     def __init__(self, args: Namespace, model: list[torch.nn.Module], weights: ModelSwitch) -> None:
         self._args, self._model, self._weights = args, model, weights
 
-    def load(self, *, with_ref: bool, is_from_load: bool) -> None:
+    def load(self, *, with_ref: bool, is_from_load: bool, iteration: int) -> None:
         """Load the frozen policies; the model holds the actor afterwards, as before.
 
         Args:
             is_from_load: the actor has the weights of ``--load``.
+            iteration: the rollout after which the actor had its weights; without meaning where a run begins.
         """
         args, weights = self._args, self._weights
         others = list(args.frozen_policies)
@@ -49,7 +53,12 @@ class Policies:
             weights.backup("actor")
         if is_released:
             weights.backup_frozen()
-        if with_ref and added_parameters(self._model) is not None:
+        updated = None if args.finetune and is_from_load else self._last_update(iteration)
+        if with_ref and updated == iteration:
+            weights.copy("actor", "ref")
+        elif with_ref and (folder := self._checkpoint_of(updated)) is not None:
+            others.insert(0, FrozenPolicy("ref", "load", folder, None, "ref_log_probs"))
+        elif with_ref and added_parameters(self._model) is not None:
             weights.copy_silenced("actor", "ref")
         elif with_ref and is_from_load and is_read_once:
             weights.copy("actor", "ref")
@@ -65,6 +74,31 @@ class Policies:
         if args.keep_old_actor:
             for kept in ("old_actor", "rollout_actor"):
                 weights.copy("actor", kept)
+
+    def _last_update(self, iteration: int) -> int | None:
+        """Return the last rollout up to ``iteration`` after which the actor became the reference."""
+        if (interval := self._args.ref_update_interval) is None:
+            return None
+        updated = (iteration + 1) // interval * interval - 1
+        return updated if updated >= self._args.num_critic_only_steps else None
+
+    def _checkpoint_of(self, updated: int | None) -> str | None:
+        """Return the folder of this run's checkpoint of rollout ``updated``; warns where it is gone."""
+        if updated is None:
+            return None
+        args = self._args
+        root = args.save if args.finetune else args.load
+        try:
+            folder, _ = checkpoint.find_checkpoint(Path(root).parent if is_iteration_folder(root) else root, updated)
+        except DataError as error:
+            logger.warning(
+                "the reference was the actor of rollout %d (--ref-update-interval %d), which is not saved: until the "
+                "next update it is --ref-load %s again. %s Save at multiples of the interval (--save-interval), and "
+                "keep those saves (--keep-last).",
+                updated, args.ref_update_interval, args.ref_load, error,
+            )  # fmt: skip
+            return None
+        return str(folder)
 
     def record_trained(self, rollout_id: int) -> None:
         """Bring the host copies up to date with the weights just trained, which are in the model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ FRESH = {
     "ref_load": "hf",
     "ckpt_step": None,
     "ref_ckpt_step": None,
+    "ref_update_interval": None,
+    "num_critic_only_steps": 0,
     "keep_old_actor": False,
     "offload_train": False,
     "frozen_policies": [],
@@ -26,7 +29,7 @@ FRESH = {
 
 
 def load(
-    monkeypatch: pytest.MonkeyPatch, *, is_from_load: bool = True, **changed: Any
+    monkeypatch: pytest.MonkeyPatch, *, is_from_load: bool = True, iteration: int = 0, **changed: Any
 ) -> tuple[torch.nn.Linear, ModelSwitch, list[str]]:
     """Load the policies of a model of ones; a checkpoint that is read holds twos."""
     read: list[str] = []
@@ -40,7 +43,7 @@ def load(
     monkeypatch.setattr(policies.checkpoint, "load_checkpoint", load_checkpoint)
     switch = ModelSwitch([model])
     kept = Policies(Namespace(**{**FRESH, **changed}), [model], switch)
-    kept.load(with_ref=True, is_from_load=is_from_load)
+    kept.load(with_ref=True, is_from_load=is_from_load, iteration=iteration)
     return model, switch, read
 
 
@@ -68,10 +71,35 @@ def test_any_other_reference_is_read(monkeypatch: pytest.MonkeyPatch, changed: d
     assert model.weight.eq(2).all()
 
 
+@pytest.mark.parametrize(
+    ("iteration", "weight", "sources"),
+    [(0, 2, ["hf"]), (1, 1, []), (2, 2, ["iter_0000001"]), (4, 2, ["hf"])],
+    ids=["not updated yet", "updated by what is loaded", "updated by an earlier save", "that save is gone"],
+)
+@pytest.mark.parametrize("how", [{"finetune": False}, {"is_from_load": False}], ids=["resumed", "from a copy"])
+def test_a_run_that_goes_on_has_the_reference_that_it_had(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    iteration: int,
+    weight: int,
+    sources: list[str],
+    how: dict[str, Any],
+) -> None:
+    (tmp_path / "iter_0000001").mkdir()
+    (tmp_path / "iter_0000001/metadata.json").touch()
+    folders = {"save": tmp_path, "load": "hf" if "is_from_load" in how else str(tmp_path), "ref_update_interval": 2}
+    model, switch, read = load(monkeypatch, iteration=iteration, **folders, **how)
+    assert [Path(folder).name for folder in read] == sources
+    switch.switch_to("ref")
+    assert model.weight.eq(weight).all()
+    assert ("the actor of rollout 3" in caplog.text) == (iteration == 4)
+
+
 @pytest.mark.parametrize(("load_arg", "flag"), [("ref_load", "--ref-load"), ("one_of_several", "--one-of-several")])
 def test_a_policy_that_is_not_there_is_named_by_the_flag_that_gave_it(load_arg: str, flag: str) -> None:
     asked = [FrozenPolicy("other", load_arg, "gone", None, "other_log_probs")]
     model = torch.nn.Linear(3, 2)
     with pytest.raises(DataError, match=f"{flag} is 'gone'"):
         kept = Policies(Namespace(**{**FRESH, "frozen_policies": asked}), [model], ModelSwitch([model]))
-        kept.load(with_ref=False, is_from_load=True)
+        kept.load(with_ref=False, is_from_load=True, iteration=0)
