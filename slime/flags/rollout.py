@@ -214,10 +214,13 @@ def check_rollouts(args: Namespace) -> Iterator[str]:
 def check_rollout_functions(args: Namespace) -> Iterator[str]:
     """Yield one message for each rollout function that cannot work with the other flags."""
     path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+    default = "slime.rollout.sglang_rollout.generate_rollout"
     if args.eval_function_path == path and args.eval_datasets and not args.debug_train_only:
+        yield (f"--eval-function-path is {path}, which cannot evaluate; give --eval-function-path {default}.")
+    if args.group_rm and args.eval_function_path == default and args.eval_datasets and not args.debug_train_only:
         yield (
-            f"--eval-function-path is {path}, which cannot evaluate; give --eval-function-path "
-            "slime.rollout.sglang_rollout.generate_rollout."
+            "--group-rm grades the answers to a prompt together, an evaluation each by itself: drop --eval-config, "
+            "--eval-prompt-data and --eval-interval, or give a function of your own as --eval-function-path."
         )
     if args.rollout_function_path == path and args.offload_rollout:
         yield (

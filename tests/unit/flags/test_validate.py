@@ -79,6 +79,7 @@ def test_one_answer_to_a_prompt_is_refused_where_nothing_else_teaches(make_args,
         (["--save-debug-train-data", "x_{step}.pt"], "it may only have {rank} and {rollout_id}"),
         (["--rollout-function-path", FULLY_ASYNC, "--offload-rollout"], "use train_async.py"),
         (["--eval-function-path", FULLY_ASYNC, "--eval-prompt-data", "x", "y"], "which cannot evaluate"),
+        (["--group-rm", "--eval-prompt-data", "x", "y"], "an evaluation each by itself"),
         (["--rollout-function-path", FULLY_ASYNC, "--max-staleness", "2"], None),
     ],
 )
