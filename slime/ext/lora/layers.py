@@ -45,11 +45,11 @@ from slime.backends.megatron_utils.layers.experts import StackedLinear, grouped_
 from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLinear
 from slime.backends.megatron_utils.models.rule import Rule
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
-from slime.ext.lora.flags import ALL_LINEAR, LoraConfig
+from slime.ext.lora.flags import LoraConfig
 from slime.ext.lora.formula import merged, widened
 from slime.ext.lora.frozen_base import value_of
 from slime.ext.lora.state import AdapterTable
-from slime.ext.lora.targets import chosen_parts, is_linear
+from slime.ext.lora.targets import chosen_parts, has_adapter
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
 
@@ -204,7 +204,7 @@ def add_adapters(model: torch.nn.Module, table: AdapterTable, *, seed: int) -> N
         seed: of their first numbers.
 
     Raises:
-        ConfigError: a module that was asked for by name is no layer that can have an adapter.
+        ConfigError: a chosen weight is in no layer that can have an adapter.
     """
     model.requires_grad_(False)
     config, dims = table.config, table.dims
@@ -212,18 +212,17 @@ def add_adapters(model: torch.nn.Module, table: AdapterTable, *, seed: int) -> N
         id(layer._parameters.get("weight")): layer for layer in model.modules() if type(layer) in _LAYERS
     }
     for name, shard in iter_global_parameters([model]):
-        if not is_linear(name):
+        if not has_adapter(table.weight_map, name):
             continue
         rule, hf_names = table.weight_map.find(name, dims)
         chosen = chosen_parts(config, name, hf_names)
         layer = layers.get(id(shard.parameter))
-        if layer is None and any(chosen) and config.targets != (ALL_LINEAR,):
-            raise ConfigError(
-                f"--lora-target-modules chooses {name}, whose layer is not applied to tokens (sparse attention "
-                "absorbs it into others); choose other modules."
-            )
-        if layer is None or not any(chosen):
+        if not any(chosen):
             continue
+        if layer is None:
+            raise ConfigError(
+                f"--lora-target-modules chooses {name}, whose layer knows no adapters; name others, not all-linear."
+            )
         if shard.expert_index in (None, 0):
             part_of_row = None if len(chosen) == 1 else _parts_of_rows(shard, rule, dims, chosen)
             is_shared = config.shares_experts and type(layer) is StackedLinear

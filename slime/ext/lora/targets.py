@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.megatron_utils.models import find_family, weight_map_of_run
+from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.ext.lora.engine_adapters import as_engines_call
 from slime.ext.lora.flags import ALL_LINEAR, LoraConfig, engine_adapters, lora_base, lora_config
 from slime.ext.lora.peft_folder import TENSOR_FILE, read_peft_config
@@ -38,9 +39,14 @@ _JOINED = (
 )
 
 
-def is_linear(name: str) -> bool:
-    """Return True for the weight of a linear layer of the decoder: a Megatron name, whole or after its layer's."""
-    return _LINEAR.fullmatch(name) is not None
+def has_adapter(weight_map: WeightMap, name: str) -> bool:
+    """Return True for the weight of a linear layer of the decoder that is applied to tokens.
+
+    Args:
+        weight_map: of the family.
+        name: Megatron's, whole or after its layer's.
+    """
+    return _LINEAR.fullmatch(name) is not None and not name.endswith(weight_map.not_applied)
 
 
 def chosen_parts(config: LoraConfig, name: str, hf_names: Sequence[str]) -> list[bool]:
@@ -83,7 +89,7 @@ def check_targets(args: Namespace) -> None:
             "leaves all but the adapters as it is; give 0."
         )
     weight_map = weight_map_of_run(args.model_name, args.hf_checkpoint)
-    rules = [rule for rule in weight_map.layer if is_linear(rule.megatron)]
+    rules = [rule for rule in weight_map.layer if has_adapter(weight_map, rule.megatron)]
     stacked = [name for rule in rules for name in rule.hf if not name.endswith(".weight") and config.chooses(name)]
     for flag in ("lora_load", "lora_save"):
         if vars(args)[flag] and stacked:
@@ -96,8 +102,8 @@ def check_targets(args: Namespace) -> None:
         if not any(any(chosen_parts(one, rule.megatron, rule.hf)) for rule in rules):
             names = {name.removesuffix(".weight").rpartition(".")[2] for rule in rules for name in rule.hf}
             raise ConfigError(
-                f"--lora-target-modules has {target!r}, which no linear layer of {weight_map.family} is called; "
-                f"there are {', '.join(sorted(names))}, and all-linear for all of them."
+                f"--lora-target-modules has {target!r}, which no linear layer that {weight_map.family} applies to "
+                f"tokens is called; there are {', '.join(sorted(names))}, and all-linear for all of them."
             )
 
 
@@ -147,10 +153,8 @@ def _modules(args: Namespace, config: LoraConfig, *, flag: str, remedy: str) -> 
     refused: set[str] = set()
     met: set[str] = set()
     for rule in weight_map.layer:
-        if not is_linear(rule.megatron) or not _is_there(rule.megatron, args):
+        if not has_adapter(weight_map, rule.megatron) or not _is_there(rule.megatron, args):
             continue
-        if "linear_kv_up" in rule.megatron and family.sparse_architecture:
-            continue  # absorbed into others, without an adapter
         for hf_name, is_chosen in zip(rule.hf, chosen_parts(config, rule.megatron, rule.hf), strict=True):
             if not is_chosen:
                 continue

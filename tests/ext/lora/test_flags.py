@@ -53,7 +53,7 @@ MISTAKES = (
     Broken(
         mistake="adapters on a layer that has another name",
         flags="--lora-rank 8 --lora-target-modules query_proj",
-        says=("'query_proj', which no linear layer of", "o_proj, q_proj"),
+        says=("'query_proj', which no linear layer", "o_proj, q_proj"),
     ),
 )
 
@@ -112,6 +112,7 @@ def test_engines_are_told_the_modules_under_their_own_names(
         ("qwen2_moe", ["all-linear"], "no adapters on down_proj, gate_proj, up_proj of Qwen2"),
         ("qwen3_next", ["all-linear"], "no adapters on down_proj, gate_proj, in_proj_ba, in_proj_qkvz, k_proj"),
         ("gpt_oss", ["all-linear"], r"no adapters on .*gate_up_proj.* of gpt-oss"),
+        ("deepseek_v4", ["all-linear"], "no adapters on wkv, wo_b, wq_a, wq_b of DeepSeek-V4"),
     ],
 )
 def test_what_engines_do_not_serve_is_refused_with_the_flag_to_change(
@@ -119,6 +120,12 @@ def test_what_engines_do_not_serve_is_refused_with_the_flag_to_change(
 ) -> None:
     with pytest.raises(ConfigError, match=f"--lora-push adapter: .*{says}.*--lora-push merged"):
         modules(family, tmp_path, *targets)
+
+
+@pytest.mark.parametrize(("family", "module"), [("deepseek_v4", "wo_a"), ("glm5", "kv_b_proj")])
+def test_matrices_that_no_token_meets_have_no_adapter(family: str, module: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"has '{module}', which no linear layer .* to tokens is called"):
+        modules(family, tmp_path, "linear_proj", module)
 
 
 def test_a_family_is_known_by_any_spelling_of_its_name(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_adapters_of_experts_are_those_of_a_plain_reference(family: str, experts
     assert float((actual - torch.cat(after)).abs().max()) < 2 * BOUND
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "deepseek_v4"])
 def test_a_merged_export_answers_as_the_model_with_adapters(family: str, tmp_path: Path) -> None:
     case = load_cases([family])[family]
     case.write_checkpoint(tmp_path / "hf")

@@ -74,6 +74,7 @@ DEEPSEEK_SPARSE = replace(
     family="GLM-5, GLM-5.2 and DeepSeek-V3.2",
     layer=(*DEEPSEEK.layer, *INDEXER),
     computed_in_fp32=(".weights_proj.weight",),
+    not_applied=(".linear_kv_up_proj.weight",),
     plain_parts=("weights_proj",),  # weighs the indexer's heads
 )
 

@@ -131,6 +131,7 @@ DEEPSEEK_V4 = WeightMap(
     layer_prefix="layers.{layer}.",
     untrained=(r"mtp\..*", r"layers\.\d+\.ffn\.gate\.tid2eid"),
     engine_fp32=(*(f"_{part}" for part in HYPER_PARTS), "attn_sink", "compressor.ape"),
+    not_applied=(".linear_group_proj.weight",),
     plain_parts=("weights_proj",),  # weighs the indexer's heads
     computed_in_fp32=(
         *(".softmax_offset", ".weights_proj.weight"),
@@ -147,8 +148,8 @@ def deepseek_v4_flags(config: Config) -> Iterator[Flag | str]:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
         yield (
-            f"quantization_config is {method}; weights of a deepseek_v4 are read and pushed in bf16 and fp32: make such "
-            "a folder with tools/fp8_cast_bf16.py"
+            f"quantization_config is {method}; weights of a deepseek_v4 are read and pushed in bf16 and fp32: make "
+            "such a folder with tools/fp8_cast_bf16.py"
         )
     yield Flag("moe_router_score_function", "sigmoid", "the layers take sqrt(softplus) in its place")
     yield Flag("position_embedding_type", "none", "each kind of layer has other angles")

@@ -99,6 +99,8 @@ class WeightMap:
     computed_in_fp32: tuple[str, ...] = ()
     """Ends of the names of Megatron parameters that the family's own layers take in any precision, and compute in
     fp32; a run keeps them in fp32 where ``--hf-checkpoint`` does."""
+    not_applied: tuple[str, ...] = ()
+    """Ends of the names of Megatron weights that layers multiply with others, never with tokens: no adapters."""
     plain_parts: tuple[str, ...] = ()
     """Parts of the names of HF matrices in layers that converters leave as they are: engines hold them in linear
     layers that take no scale."""
