@@ -75,7 +75,7 @@ from megatron.core import mpu
 dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", world_size=1, rank=0)
 mpu.initialize_model_parallel()
 args = Namespace(
-    advantage_estimator="step_rewards", custom_advantage_function_path=None, use_opd=False,
+    advantage_estimator="step_rewards", custom_advantage_function_path=None,
     normalize_advantages=False, kl_coef=0.0, gamma=1.0, lambd=1.0,
 )
 

@@ -112,7 +112,6 @@ def test_advantages_and_post_processing_edit_the_data_in_place() -> None:
         normalize_advantages=False,
         gamma=1.0,
         lambd=1.0,
-        use_opd=False,
     )
     compute_advantages_and_returns(args, data)
     assert [values.tolist() for values in data["advantages"]] == [[3.0] * 2, [-1.0] * 4]

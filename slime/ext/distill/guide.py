@@ -42,7 +42,7 @@ class Distillation(Guide):
         """Add ``teacher_log_probs``, and ``teacher_top`` with ``--opd-top-k``, where teachers are in the trainer."""
         read = get_log_probs_and_entropy if self.args.opd_top_k is None else get_log_probs_and_top
         answers = {name: passes(teacher_tag(name), read, "teacher_") for name in trainer_teachers(self.args)}
-        if len(answers) > 1:
+        if len(answers) > 1 or (answers and "teacher_names" in data):
             choose_teachers(data, answers)
         else:
             data.update(*answers.values())

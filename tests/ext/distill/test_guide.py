@@ -40,6 +40,9 @@ def test_a_teacher_that_there_is_not_is_refused_by_name():
     data["teacher_names"] = ["math", "poetry"]
     with pytest.raises(DataError, match="teacher_names has 'poetry'; the teachers of --opd-teachers are math, code"):
         choose_teachers(data, answers)
+    guide = Distillation(make_args(use_opd=True, opd_type="megatron", opd_teachers=["math=x"], opd_top_k=None))
+    with pytest.raises(DataError, match="teacher_names has 'poetry'; the teachers of --opd-teachers are math"):
+        guide.read(lambda *_: answers["math"], data)
 
 
 def test_top_k_distillation_adds_the_divergence_from_the_teachers_tokens() -> None:
