@@ -85,6 +85,7 @@ HISTORICAL = {
     "use_persistent_ckpt_worker": _CHECKPOINT,
     "exit_on_missing_checkpoint": "a checkpoint that is not there is always an error",
     "use_mcore_models": "models are always built from megatron-core",
+    "fp16_lm_cross_entropy": "log-probs and losses are computed in fp32",
     "use_flash_attn": "--attention-backend says which attention is used",
     "manual_gc": "Python collects its garbage as it likes",
     "manual_gc_interval": "Python collects its garbage as it likes",
@@ -105,7 +106,7 @@ _SWITCHES = frozenset(
         *("log_validation_ppl_to_tensorboard", "log_world_size_to_tensorboard", "use_dist_ckpt"),
         *("auto_detect_ckpt_format", "ckpt_fully_parallel_load", "ckpt_assume_constant_structure"),
         *("use_persistent_ckpt_worker", "exit_on_missing_checkpoint", "use_mcore_models", "use_flash_attn"),
-        *("manual_gc", "profile", "no_one_logger"),
+        *("manual_gc", "profile", "no_one_logger", "fp16_lm_cross_entropy"),
     }
 )
 _WITH_OPPOSITE = frozenset({"ckpt_fully_parallel_save", "create_attention_mask_in_dataloader"})

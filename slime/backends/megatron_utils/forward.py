@@ -71,13 +71,13 @@ def forward_only(
     Returns:
         ``{prefix + name: [tensor of each sample]}`` on the last pipeline stage, nothing on the others.
     """
-    if path := args.custom_megatron_before_log_prob_hook_path:
-        call_hook("--custom-megatron-before-log-prob-hook-path", path, args, list(model), store_prefix)
     was_training = [chunk.training for chunk in model]
     for iterator in data_iterator:
         iterator.reset()
     for chunk in model:
         chunk.eval()
+    if path := args.custom_megatron_before_log_prob_hook_path:
+        call_hook("--custom-megatron-before-log-prob-hook-path", path, args, list(model), store_prefix)
     packing = packing_of(args)
     keys = [*_KEYS, *(_TOP_P_KEYS if args.rollout_top_p != 1.0 else ())]
 

@@ -28,6 +28,7 @@ from slime.backends.megatron_utils.models import has_tower
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
+from slime.utils.plugins import PluginCall, call_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -190,13 +191,14 @@ def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
 
 def _custom_provider(args: Namespace, role: str) -> ModelProvider:
     """Return the user's provider; ``vp_stage`` and ``role`` are passed when its signature has them."""
-    function = load_function(args.custom_model_provider_path)
+    path = args.custom_model_provider_path
+    call, function = PluginCall("--custom-model-provider-path", path), load_function(path)
     known = inspect.signature(function).parameters
 
     def build(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> torch.nn.Module:
         options = {"vp_stage": vp_stage, "role": role, "args": args}
         given = {name: value for name, value in options.items() if name in known}
-        model = function(pre_process=pre_process, post_process=post_process, **given)
+        model = call_plugin(call, function, pre_process=pre_process, post_process=post_process, **given)
         if role == "critic" and post_process and not isinstance(model.output_layer, ValueHead):
             model.output_layer = ValueHead(model.config, args.seed)
         return model

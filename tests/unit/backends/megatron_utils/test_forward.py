@@ -6,7 +6,9 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
+import torch
 
+from slime.backends.megatron_utils import forward
 from slime.backends.megatron_utils.forward import needs_old_log_probs, readers_of_old_log_probs
 
 PLAIN: dict[str, Any] = {
@@ -78,3 +80,18 @@ def test_with_the_engines_log_probs_only_a_comparison_with_the_trainers_needs_it
             assert not needed(engine | overrides, num_steps=3)
     assert needed(engine | {"get_mismatch_metrics": True})
     assert needed(engine | {"use_rs": True}), "MIS that rejects without weights"
+
+
+def record_mode(args: Namespace, model: list[torch.nn.Module], store_prefix: str) -> None:
+    args.seen.append((store_prefix, [chunk.training for chunk in model]))
+
+
+def test_the_hook_before_log_probs_finds_the_model_in_evaluation_mode(monkeypatch):
+    monkeypatch.setattr(forward, "packing_of", lambda args: None)
+    monkeypatch.setattr(forward.mpu, "is_pipeline_last_stage", lambda: False)
+    path = f"{__name__}.{record_mode.__name__}"
+    args = Namespace(custom_megatron_before_log_prob_hook_path=path, rollout_top_p=1.0, seen=[])
+    chunks = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).eval()]
+    forward.forward_only(lambda: None, args, chunks, [], [], "ref_")
+    assert args.seen == [("ref_", [False, False])]
+    assert [chunk.training for chunk in chunks] == [True, False]

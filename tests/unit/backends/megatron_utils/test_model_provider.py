@@ -84,7 +84,9 @@ def megatrons_provider(pre_process: bool = True, post_process: bool = True) -> t
     from megatron.training.arguments import core_transformer_config_from_args
 
     print_rank_0("building")
-    return torch.nn.Linear(core_transformer_config_from_args(get_args()).hidden_size, 2)
+    args = get_args()
+    assert not args.fp16_lm_cross_entropy
+    return torch.nn.Linear(core_transformer_config_from_args(args).hidden_size, 2)
 
 
 def test_a_custom_provider_gets_the_flags_as_megatron_gives_them(capfd) -> None:
@@ -114,6 +116,16 @@ def test_a_checkouts_get_args_gives_the_flags_too(tmp_path, monkeypatch) -> None
     assert training.get_args() is second
     for name in [name for name in sys.modules if name.startswith("megatron.training")]:
         del sys.modules[name]
+
+
+def failing_provider(pre_process: bool = True, post_process: bool = True) -> torch.nn.Module:
+    raise KeyError("x")
+
+
+def test_what_a_custom_provider_raises_is_told_under_its_flag() -> None:
+    with pytest.raises(KeyError) as error:
+        build("--custom-model-provider-path", f"{HERE}.failing_provider")
+    assert error.value.__notes__[0].startswith(f"--custom-model-provider-path {HERE}.failing_provider raised KeyError")
 
 
 def test_a_custom_provider_that_does_not_import_is_refused() -> None:
