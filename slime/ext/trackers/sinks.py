@@ -1,4 +1,4 @@
-"""Trackers as sinks.  The driver makes the run; other processes join it with their first record.
+"""Trackers as sinks.  The driver makes the run; other processes join it with their first record, at the latest.
 
 One run of Weights & Biases has several writers: the driver is the primary one, the others join by the run id.  With
 ``--wandb-mode offline`` nothing leaves the machine: each writer keeps a folder under ``--wandb-dir``, all with the
@@ -83,6 +83,11 @@ class WandbSink(_Tracker):
     """A writer of a run of Weights & Biases: metrics, and the first samples of each rollout as a table."""
 
     _rows: tuple[list[Any], ...] = ()
+
+    def __init__(self, args: Namespace, process: str = "", *, primary: bool = False) -> None:
+        super().__init__(args, process, primary=primary)
+        if process == "rollout manager":  # its plug-ins call wandb.log, maybe before its first record
+            self._join()
 
     def _join(self) -> None:
         if self._config.wandb_mode != "disabled":

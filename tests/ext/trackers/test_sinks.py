@@ -136,6 +136,15 @@ def wandb_records(file: Path) -> list[Any]:
     return records
 
 
+def test_plug_ins_of_the_rollout_manager_find_a_run_of_wandb(tmp_path, monkeypatch):
+    opened: list[str] = []
+    monkeypatch.setattr(WandbSink, "_open", lambda sink: opened.append(sink._name))
+    args = Namespace(save=str(tmp_path), wandb_mode="offline", wandb_run_id="r1")
+    for process in ("actor 0", "rollout manager"):
+        WandbSink(args, process)
+    assert opened == ["r1"]
+
+
 def test_wandb_that_is_disabled_is_not_opened(tmp_path):
     sink = WandbSink(Namespace(save=str(tmp_path), wandb_mode="disabled"), "driver", primary=True)
     sink.log({"train/loss": 1.0, "train/step": 0}, "train/step")
