@@ -97,7 +97,9 @@ class PlainPush(Transport):
         """Send every bucket; a rank that has failed sends none, and meets the others until the last."""
         source = self._source()
         for index, flat in source.iter_buckets():
-            bucket = named_views(flat, source.manifest.buckets[index], source.manifest)
+            views = named_views(flat, source.manifest.buckets[index], source.manifest)
+            # Widest elements first: engines view each tensor where the joined bytes have it, in its dtype.
+            bucket = sorted(views, key=lambda named: -named[1].element_size())
             handle, buffer = self._share(push, bucket)
             handles = self._ranks.gather(handle) if self._has_colocated else []
             if _is_whole(push):
