@@ -300,6 +300,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             **{"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
         },
     },
+    "gemma4-26B-A4B": {
+        **{"model_type": "gemma4", "vision_config": {"model_type": "gemma4_vision"}, "audio_config": None},
+        "text_config": {
+            **{"model_type": "gemma4_text", "num_hidden_layers": 30, "hidden_size": 2816, "intermediate_size": 2112},
+            **{"num_attention_heads": 16, "num_key_value_heads": 8, "num_global_key_value_heads": 2},
+            **{"head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": True, "vocab_size": 262144},
+            **{"sliding_window": 1024, "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-6},
+            **{"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+            **{"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+        },
+    },
     "olmo3-7B": shape(
         *(32, 4096, 11008, 32, 32),
         **{"model_type": "olmo3", "vocab_size": 100278, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6},

@@ -5,7 +5,8 @@
 
 What differs from layer to layer is read from config.json of ``--hf-checkpoint`` (``models/gemma4.py``).  In the small
 models each layer adds a gated embedding of the token that is its own, and the last layers attend to the keys and
-values of the last layer of their kind that has any; both need all layers on one pipeline stage.
+values of the last layer of their kind that has any; both need all layers on one pipeline stage.  In the model with
+experts these stand beside the MLP (``--moe-shared-expert-intermediate-size``), each with norms in front and behind.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.attention import Attention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,9 +34,10 @@ from slime.backends.megatron_utils import cpu_platform
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.layers.attention import PackedSelfAttention
 from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLinear
-from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, SandwichLayer, get_block_spec
+from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, RoutedExperts, SandwichLayer, get_block_spec
 from slime.backends.megatron_utils.layers.norm import Norm
 from slime.backends.megatron_utils.layers.rotary import apply_rotary
+from slime.backends.megatron_utils.layers.router import Router
 from slime.backends.megatron_utils.models.gemma3 import LOCAL_ROTARY_BASE
 from slime.backends.megatron_utils.models.gemma4 import Gemma4Layers
 from slime.utils.errors import ConfigError
@@ -73,6 +77,10 @@ def check_stages(args: Namespace, config: TransformerConfig) -> None:
             "--window-size, --post-self-attn-layernorm or --post-mlp-layernorm is not given; Gemma 4 has all three; "
             "source scripts/models/gemma4-31B.sh."
         )
+    if config.moe_shared_expert_overlap:
+        raise ConfigError(
+            "--moe-shared-expert-overlap is given; Gemma 4's MLP and its experts do not read the same norm; drop it."
+        )
     if not args.hf_checkpoint:
         return
     hf_config = read_hf_config(args.hf_checkpoint)
@@ -100,10 +108,14 @@ def _gemma4_layer(
     """Return layer ``number``, from 1, with the parts that only Gemma 4 has."""
     attention = layer.submodules.self_attention
     attention = replace(attention, module=Gemma4Attention, params={**attention.params, "layers": layers})
-    width = (config.ffn_hidden_size or 0) * layers.mlp_factor(number)
-    mlp = replace(layer.submodules.mlp, module=GeluMlp, params={"ffn_hidden_size": width})
     # The projections that follow are not joined, so neither are the norms on disk.
-    submodules = replace(layer.submodules, self_attention=attention, mlp=mlp, sharded_state_dict_keys_map={})
+    submodules = replace(layer.submodules, self_attention=attention, sharded_state_dict_keys_map={})
+    if submodules.mlp is RoutedExperts:
+        submodules = replace(submodules, pre_mlp_layernorm=IdentityOp, mlp=Gemma4Experts)
+    else:
+        width = (config.ffn_hidden_size or 0) * layers.mlp_factor(number)
+        mlp = replace(submodules.mlp, module=GeluMlp, params={"ffn_hidden_size": width})
+        submodules = replace(submodules, mlp=mlp)
     module = FirstGemma4Layer if number == 1 else Gemma4Layer
     return replace(
         layer, module=module, params={**layer.params, "per_layer_size": per_layer_size}, submodules=submodules
@@ -229,6 +241,64 @@ class _Lent(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         of_copy, ctx.copied.grad = ctx.copied.grad, None
         return grads[0] if of_copy is None else grads[0] + of_copy, None
+
+
+class ScaledRouter(Router):
+    """Reads normed hidden states times a learned factor; the weights of the chosen have a factor for each expert."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        super().__init__(config, pg_collection)
+        for name, size in (("scale", config.hidden_size), ("per_expert_scale", config.num_moe_experts)):
+            factors = torch.nn.Parameter(torch.ones(size, **cpu_platform.of_new_parameters(config)))
+            vars(factors)["sequence_parallel"] = config.sequence_parallel
+            self.register_parameter(name, factors)
+
+    def gating(self, input: Tensor) -> Tensor:  # noqa: A002 - megatron-core's name
+        """Map hidden states [t, 1, h] to logits [t, 1, E]."""
+        size = self.config.hidden_size
+        factor = self.scale * torch.tensor(size**-0.5, dtype=self.scale.dtype)  # rounded as engines round it
+        normed = F.rms_norm(input.to(factor.dtype), (size,), factor, self.config.layernorm_epsilon)
+        return super().gating(normed.to(input.dtype))
+
+    def routing(self, logits: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
+        """Map logits [t, 1, E] to weights and choices, both [t, E]."""
+        weights, chosen = super().routing(logits, padding_mask)
+        return weights * self.per_expert_scale, chosen
+
+
+class Gemma4Experts(RoutedExperts):
+    """An MLP beside experts, added up; each branch has norms in front and behind, and the router another in front.
+
+    norm(mlp(norm(h))) + norm(sum over the chosen of weight * expert(norm(h)))
+    """
+
+    router_class = ScaledRouter
+
+    def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
+        """Take what megatron-core passes to any experts."""
+        own = copy.copy(config)
+        own.activation_func, own.bias_activation_fusion = gelu, False
+        super().__init__(own, *args, **options)
+        for branch in ("shared", "experts"):
+            for place in ("pre", "post"):
+                norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+                self.add_module(f"{place}_{branch}_layernorm", norm)
+
+    def shared_experts_compute(self, hidden_states: Tensor) -> Tensor:
+        """Run the MLP with its norms."""
+        output: Tensor = self.post_shared_layernorm(
+            super().shared_experts_compute(self.pre_shared_layernorm(hidden_states))
+        )
+        return output
+
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
+        """Norm what goes to the experts, after the router has read it."""
+        return super().preprocess(self.pre_experts_layernorm(hidden_states), probs, routing_map)
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """Norm what the experts gave, and add the MLP's."""
+        normed: Tensor = self.post_experts_layernorm(super().postprocess(output, None))
+        return normed if shared_expert_output is None else normed + shared_expert_output
 
 
 class Gemma4Layer(SandwichLayer):

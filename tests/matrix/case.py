@@ -37,7 +37,7 @@ FP32_IN_BF16_CHECKPOINTS = (
     "A_log",
     "linear_attn.norm.weight",
     "block_sparse_moe.gate.weight",
-    *("ffn.gate.bias", "attn_sink", "compressor.ape", "_fn", "_base", "_scale"),
+    *("ffn.gate.bias", "attn_sink", "compressor.ape", "_fn", "_base", "attn_scale", "ffn_scale", "head_scale"),
 )
 """Tensors that stay fp32 in a bf16 checkpoint, as the published ones have it."""
 

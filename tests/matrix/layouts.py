@@ -148,6 +148,7 @@ OWN_ATTENTION = (
     "deepseek_v4",
     "gemma3",
     "gemma4",
+    "gemma4-moe",
     "gemma4-small",
     "glm5",
     "gpt_oss",

@@ -58,6 +58,7 @@ SERVED = (
     "qwen3_vl_moe",
     "gemma3",
     "gemma4",
+    "gemma4-moe",
     "gemma4-small",
     "gpt_oss",
     "olmo3",

@@ -1,4 +1,4 @@
-"""Gemma 4: two widths of heads, keys that are values; embeddings by layer and keys of earlier layers."""
+"""Gemma 4: two widths of heads, keys that are values; embeddings by layer and keys of earlier layers; experts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from slime.weights.stacked_experts import by_expert
 from tests.matrix.case import (
     FamilyCase,
     Tensors,
@@ -39,7 +40,7 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
     write_with_transformers(replace(case, config=config), folder, seed)
     tensors, generator = read_tensors(folder), torch.Generator().manual_seed(seed + 1)
     for name, tensor in tensors.items():
-        if name.endswith("layer_scalar"):
+        if name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             tensor.copy_(1 + random_tensor(name, tensor.shape, generator))
     for name in unread_keys(text):  # as published folders have them
         like = f"{LAYERS}{text['layer_types'].index(text['layer_types'][int(name.split('.')[3])])}"
@@ -126,4 +127,15 @@ SMALL = replace(
     has_stages=False,
     about="the same with an embedding for each layer, the last 3 of 9 with the keys of layers 5 and 6",
 )
-CASES = (CASE, SMALL)
+MOE = replace(
+    CASE,
+    name="gemma4-moe",
+    config={
+        **CASE.config,
+        **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32},
+    },
+    pushed=lambda tensors: dict(by_expert(without_tower(tensors))),
+    has_experts=True,
+    about="the first with 8 experts beside each MLP, 3 for each token",
+)
+CASES = (CASE, SMALL, MOE)

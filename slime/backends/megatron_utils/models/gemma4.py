@@ -1,22 +1,40 @@
-"""Gemma 4 (E2B, E4B, 31B): Gemma 3's norms and windows; wider heads, whose values may be their keys, in the other
-layers; in the small models an embedding for each layer, and last layers that attend to the keys of earlier ones.
+"""Gemma 4 (E2B, E4B, 31B, 26B-A4B): Gemma 3's norms and windows; wider heads, whose values may be their keys, in the
+other layers; in the small models an embedding for each layer, and last layers that attend to the keys of earlier ones;
+in 26B-A4B experts beside each MLP, which is the expert that sees every token.
 
-Published folders hold towers for images and sound, which stay with the engines.
+Published folders hold towers for images and sound, which stay with the engines, and stack the experts of a layer in
+one tensor (``slime.weights.stacked_experts``).
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import Config, Flag, windows
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag, facts, windows
 from slime.backends.megatron_utils.models.gemma3 import FOUR_NORMS, LOCAL_ROTARY_BASE
-from slime.backends.megatron_utils.models.rule import ATTENTION, COMPOSITE, MLP, Rule, WeightMap
+from slime.backends.megatron_utils.models.rule import ATTENTION, COMPOSITE, MLP, Rule, WeightMap, gate_up_rule
 
 _MODEL = "model.language_model."
+_EXPERTS = (
+    Rule("mlp.router.weight", ("router.proj.weight",)),
+    Rule("mlp.router.scale", ("router.scale",)),
+    Rule("mlp.router.per_expert_scale", ("router.per_expert_scale",)),
+    Rule("mlp.pre_shared_layernorm.weight", ("pre_feedforward_layernorm.weight",)),
+    Rule("mlp.post_shared_layernorm.weight", ("post_feedforward_layernorm_1.weight",)),
+    Rule("mlp.pre_experts_layernorm.weight", ("pre_feedforward_layernorm_2.weight",)),
+    Rule("mlp.post_experts_layernorm.weight", ("post_feedforward_layernorm_2.weight",)),
+    *(replace(rule, megatron=rule.megatron.replace("mlp.", "mlp.shared_experts.")) for rule in MLP),
+    gate_up_rule(
+        "mlp.experts.linear_fc1.weight{expert}",
+        "experts.{expert}.gate_proj.weight",
+        "experts.{expert}.up_proj.weight",
+    ),
+    Rule("mlp.experts.linear_fc2.weight{expert}", ("experts.{expert}.down_proj.weight",)),
+)
 GEMMA4 = WeightMap(
     family="Gemma 4",
     top=(
@@ -31,6 +49,7 @@ GEMMA4 = WeightMap(
         *(Rule(f"self_attention.linear_{x}.weight", (f"self_attn.{x}_proj.weight",)) for x in "qkv"),
         *ATTENTION[2:],
         *MLP,
+        *_EXPERTS,
         *(
             Rule(name, (name,))
             for name in (
@@ -106,6 +125,9 @@ class Gemma4Layers:
         return 2 if self.widens_mlp and self.source(layer) != layer else 1
 
 
+_CHOSEN = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False}
+
+
 def gemma4_flags(config: Config) -> Iterator[Flag | str]:
     """Yield windows, the rotary base of the other layers, the scale of attention; refuse what the layers have not."""
     yield from windows(config, 6)
@@ -126,6 +148,19 @@ def gemma4_flags(config: Config) -> Iterator[Flag | str]:
     per_layer, rows = config.get("hidden_size_per_layer_input"), config.get("vocab_size_per_layer_input")
     if per_layer and rows != config.get("vocab_size"):
         yield f"vocab_size_per_layer_input is {rows} of vocab_size {config.get('vocab_size')}; they are equal here"
+    yield from _expert_flags(config)
+
+
+def _expert_flags(config: Config) -> Iterator[Flag | str]:
+    """Yield the MLP's width as that of the expert which sees every token, and how the others are chosen."""
+    has_experts, num_experts = config.get("enable_moe_block"), config.get("num_experts")
+    if bool(has_experts) != bool(num_experts):
+        yield f"enable_moe_block is {has_experts}, and num_experts {num_experts}; they go together"
+    elif has_experts:
+        yield from facts(config, {"intermediate_size": "moe_shared_expert_intermediate_size"})
+        yield from (Flag(name, value, "experts are chosen by a softmax") for name, value in _CHOSEN.items())
+        if config.get("use_double_wide_mlp"):
+            yield "use_double_wide_mlp is True; beside experts all MLPs are alike here"
 
 
 def gemma4_dims(args: Namespace, config: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -133,6 +168,7 @@ def gemma4_dims(args: Namespace, config: Mapping[str, Any] | None) -> dict[str, 
     if not config or not config.get("layer_types"):
         return {}
     layers, per_layer = Gemma4Layers.of(config), config["hidden_size_per_layer_input"] or 0
+    has_experts = bool(config["enable_moe_block"])
     fields = []
     for layer in range(1, len(layers.kinds) + 1):
         groups, width = layers.heads(layer)
@@ -140,13 +176,16 @@ def gemma4_dims(args: Namespace, config: Mapping[str, Any] | None) -> dict[str, 
         # A factor; without keys no norm of theirs; a column of the table, three projections and a norm.
         own = 1 - width * (not has_keys) + per_layer * (args.vocab_size + 3 * args.hidden_size)
         own += args.hidden_size * bool(per_layer)
+        # Three norms beside the layer's, a factor for each input of the router and for each expert.
+        own += (4 * args.hidden_size + (args.num_experts or 0)) * has_experts
         values = {
             **{"num_query_groups": groups, "head_dim": width, "own_parameters": own},
             "key_projections": has_keys + layers.has_values(layer),
             "ffn_hidden_size": args.ffn_hidden_size * layers.mlp_factor(layer),
         }
         fields.append(tuple(values.items()))
-    kept = 6 * per_layer + 2 * args.hidden_size * bool(per_layer)
+    # With experts, the inputs of both norms behind them and of the router.
+    kept = 6 * per_layer + args.hidden_size * (2 * bool(per_layer) + 3 * has_experts)
     return {"layer_fields": tuple(fields), "own_activations": kept}
 
 
@@ -174,6 +213,10 @@ _PUBLISHED = {
     "E2B": _published(35, 5, 512, 1, num_kv_shared_layers=20, use_double_wide_mlp=True, **_SMALL),
     "E4B": _published(42, 6, 512, 2, num_kv_shared_layers=18, **_SMALL),
     "31B": _published(60, 6, 1024, 16, num_global_key_value_heads=4, attention_k_eq_v=True),
+    "26B-A4B": _published(
+        *(30, 6, 1024, 8),
+        **{"num_global_key_value_heads": 2, "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 128},
+    ),
 }
 
 FAMILIES = (
@@ -182,7 +225,8 @@ FAMILIES = (
         weight_map=GEMMA4,
         spec="slime_plugins.models.gemma4 get_gemma4_spec",
         always=dict.fromkeys(("post_self_attn_layernorm", "post_mlp_layernorm", "qk_layernorm"), True),
-        fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "enable_moe_block": False},
+        fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+        sizes={"top_k_experts": "moe_router_topk"},
         dims=gemma4_dims,
         flags=gemma4_flags,
         engine_dtype="bfloat16",

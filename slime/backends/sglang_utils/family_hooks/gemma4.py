@@ -1,5 +1,7 @@
-"""Gemma 4 on a CPU: there SGLang 0.5.15 refuses torch's attention, which looks for the keys of
-windows in the other pool, pads widths of experts that a dense model lacks, and has no kernel for capped logits.
+"""Gemma 4: the router's factor after a push.
+
+On a CPU, SGLang 0.5.15 refuses torch's attention, which looks for the keys of windows in the other pool, pads widths
+of experts that a dense model lacks, and has no kernel for capped logits.
 """
 
 from __future__ import annotations
@@ -49,7 +51,13 @@ def soft_cap(original: Callable[..., Any], logits: torch.Tensor, cap: float) -> 
     return original(logits, cap) if logits.is_cuda else logits.div_(cap).tanh_().mul_(cap)
 
 
+def with_present_scale(router: Any, *_: Any) -> None:
+    """Fold the router's factor into its norm for every pass: SGLang does so for the first one, before any push."""
+    router.fuse_scale()
+
+
 HOOKS = (
+    ("sglang.srt.models.gemma4_causal.Gemma4Router.forward", with_present_scale, "before"),
     ("sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments", adjust, "around"),
     ("sglang.srt.configs.update_config.update_intermediate_size", pad_what_is_there, "around"),
     ("sglang.srt.layers.logits_processor.fused_softcap", soft_cap, "around"),
