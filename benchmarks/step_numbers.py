@@ -63,7 +63,8 @@ def numbers(dims: ModelDims, steps: list[Step], images: SampleImages | None, wai
         in_tower = sum(step.tower.values())
         row |= {
             **{"images_per_sample": images.num_images, "patches_per_image": images.height * images.width},
-            **{"tower_seconds": step.tower, "tower_share": in_tower / seconds, "is_tower_trained": dims.trains_tower},
+            **{"tower_seconds": step.tower, "tower_share": in_tower / seconds},
+            "is_tower_trained": images.tower.is_trained,
             "tower_mfu": tower / in_tower / world / PEAK_FLOPS if in_tower else None,
             "text_mfu": text / (seconds - in_tower) / world / PEAK_FLOPS,
             "host_waits": None if waits.places is None else waits.places.total(),

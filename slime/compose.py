@@ -21,7 +21,11 @@ from slime.utils.misc import load_function
 if TYPE_CHECKING:
     from slime.ray.train_loop import TrainJob
 
-TRANSFORMS_OF_BOTH = {"fp8": "slime.ext.low_precision.fp8_linear:Fp8"}
+TRANSFORMS_OF_BOTH = {
+    "custom_model_provider_path": "slime.ext.vision.transform:JoinedInputs",
+    "has_own_tower": "slime.ext.vision.transform:VisionTower",  # derived; before those that change the whole model
+    "fp8": "slime.ext.low_precision.fp8_linear:Fp8",
+}
 TRANSFORMS = {
     **TRANSFORMS_OF_BOTH,
     "int4_qat": "slime.ext.low_precision.fake_quantize:FakeInt4",

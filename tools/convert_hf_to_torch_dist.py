@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 from slime.compose import flag_groups
+from slime.flags.cluster import derive_for_extensions
+from slime.flags.group import complete_all
 from slime.flags.parse import build_parser
 from slime.flags.words import refuse_unknown
 from slime.utils import env
@@ -150,7 +152,9 @@ def join_world(args: Namespace) -> Namespace:
 
     rank, world_size, local_rank = rendezvous()
     args.rank = rank
+    derive_for_extensions(args)
     validate_megatron_arguments(args)
+    complete_all(args, flag_groups())
     backend, num_gpus = "gloo", torch.cuda.device_count()
     if num_gpus:
         torch.cuda.set_device(local_rank % num_gpus)

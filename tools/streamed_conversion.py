@@ -36,6 +36,8 @@ from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters
+from slime.compose import parts
+from slime.ray.parts import load_all
 from slime.train_data.model_dims import ModelDims
 from slime.utils.distributed_utils import gather_objects, init_gloo_group
 
@@ -54,7 +56,8 @@ def convert_hf_checkpoint(args: Namespace, source: str | Path) -> Path:
         DataError: a tensor is missing, has another shape, or would be left unused.
     """
     without_init = Namespace(**{**vars(args), "use_cpu_initialization": True, "perform_initialization": False})
-    model = build_model(without_init, wrap_with_ddp=False, on_accelerator=False)
+    transforms = load_all(parts(args).transforms)
+    model = build_model(without_init, transforms=transforms, wrap_with_ddp=False, on_accelerator=False)
     _mark_splits(model)
     folder = checkpoint_folder(args.save, RELEASE)
     make_empty_folder(folder)

@@ -199,6 +199,8 @@ def derive_for_extensions(args: Namespace) -> None:
     args.push_sends_model = True  # False: the engines' weights stay those of --hf-checkpoint
     args.reference_in_actor = False  # True: the actor's frozen weights are the reference
     args.restarts_trainer = False
+    args.lr_factors = {}  # pattern of names of parameters -> factor of their learning rates
+    args.tower_dims = None  # fields of TowerDims, where the model has a tower
     args.state_copy_interval = None  # rollouts between two copies of a rank's state that outlive it
 
 

@@ -19,7 +19,6 @@ from slime.flags.kinds import (
     file_path,
     non_negative_float,
     non_negative_int,
-    positive_float,
     positive_int,
     positive_int_or_minus_one,
     seed,
@@ -130,15 +129,6 @@ def _add_parameters(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--freeze-indexer", action="store_true", help="Freeze the indexer of DeepSeek sparse attention."
     )
-    group.add_argument(
-        "--train-vision-tower", action="store_true", help="Train the vision tower too, which is frozen otherwise."
-    )
-    group.add_argument(
-        "--vision-tower-lr-mult",
-        type=positive_float,
-        default=1.0,
-        help="Factor of the trained vision tower's learning rates: of --lr, --min-lr and all between them.",
-    )
 
 
 def _add_mtp(parser: argparse.ArgumentParser) -> None:
@@ -189,14 +179,6 @@ def _add_alignment(parser: argparse.ArgumentParser) -> None:
 
 def check_training(args: Namespace) -> Iterator[str]:
     """Yield one message for each list of parameter names, or setting of the optimizer, that cannot work."""
-    factor = args.vision_tower_lr_mult
-    if factor != 1 and not args.train_vision_tower:
-        yield f"--vision-tower-lr-mult is {factor:g}, but the tower is frozen; give --train-vision-tower too."
-    if factor != 1 and args.lr_warmup_init:
-        yield (
-            f"--vision-tower-lr-mult is {factor:g} and --lr-warmup-init {args.lr_warmup_init:g}, from which all "
-            "parameters would warm up alike; drop one of them."
-        )
     for flag in ("only_train_params_name_list", "freeze_params_name_list"):
         for pattern in getattr(args, flag) or []:
             try:

@@ -20,6 +20,7 @@ AttentionKind = Literal["grouped", "latent", "sparse"]
 class TowerDims:
     """Sizes of a vision tower: patches, blocks with attention within an image, and mergers of neighbours."""
 
+    parameters: int
     depth: int
     hidden_size: int
     ffn_hidden_size: int
@@ -35,6 +36,7 @@ class TowerDims:
     num_mergers: int = 1
     """That of the last block, and those of blocks whose features layers take."""
     is_gated: bool = False
+    is_trained: bool = False
 
     def patches_of(self, height: int, width: int) -> int:
         """Return the patches of an image of these pixels, whose sides become multiples of a token's."""
@@ -76,10 +78,8 @@ class ModelDims:
     """Parameters of each layer that only its family has, and no other field describes; whole on every rank."""
     own_activations: int = 0
     """Elements of each token that each layer keeps for them until the backward pass, whole on every rank."""
-    tower_parameters: int = 0
-    """Of a vision tower beside the layers, which the first pipeline stage has, whole on every rank."""
     tower: TowerDims | None = None
-    trains_tower: bool = False
+    """Of a vision tower beside the layers, which the first pipeline stage has, whole on every rank."""
     learned_positions: int = 0
     """Rows of a learned position embedding."""
 
@@ -242,7 +242,7 @@ class ModelDims:
 
     def train_flops(self, text: float, tower: float) -> float:
         """Return the FLOPs of forward and backward passes, from those of the forward passes."""
-        return 3 * text + (3 if self.trains_tower else 1) * tower
+        return 3 * text + (3 if self.tower is not None and self.tower.is_trained else 1) * tower
 
 
 def _layer_flops(dims: ModelDims, length: int, is_linear: bool, is_moe: bool) -> int:

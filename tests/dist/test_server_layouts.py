@@ -66,7 +66,6 @@ def arguments(**given) -> Namespace:
         use_fault_tolerance=False,
         rollout_stall_timeout_s=0.0,
         offload_rollout=False,
-        train_vision_tower=False,
         colocate=False,
         debug_train_only=False,
         debug_rollout_only=False,

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.models import find_weight_map, has_tower
+from slime.backends.megatron_utils.models import find_weight_map
 from slime.ext.low_precision.folders.run import rewrite_folder
 from slime.ext.low_precision.folders.to_quantized import ToQuantized, to_fp8, to_int4
 from slime.weights.quantize import read_format
@@ -91,7 +91,7 @@ class QuantizedRun:
     def _trained(self, args: Namespace, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Those that the trainer has: a vision tower only where the flags ask for it, keys only where layers do."""
         config = read_config(self.folder)
-        if has_tower(args, config):
+        if args.has_own_tower:
             return tensors
         weight_map = find_weight_map(config["model_type"])
         own = self.case.pushed(self.plain) if weight_map.spare and self.case.pushed else self.plain

@@ -33,7 +33,9 @@ from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
+from slime.compose import parts
 from slime.ext.fast_push.shard_buckets import CollectedBuckets, ShardBuckets
+from slime.ray.parts import load_all
 from slime.utils.distributed_utils import get_gloo_group, init_gloo_group
 from slime.weights.buckets import NO_BUCKET, BucketSource
 from slime.weights.manifest import Manifest
@@ -139,7 +141,7 @@ def compare_on_rank(
     """Tensors that differ, of all formats; and a note on each format: how even the ranks' shares are."""
     init_gloo_group()
     args = layout_rank.start(_case(name, config), Path(folder), flags)
-    model = build_model(args)
+    model = build_model(args, transforms=load_all(parts(args).transforms))
     load_hf_weights(args, model, folder)
     model_name = read_config(Path(folder))["model_type"]
     problems, notes = [], []

@@ -20,6 +20,7 @@ from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
 from slime.backends.sglang_utils import cpu_shim
 from slime.compose import parts
+from slime.ray.parts import load_all
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import SlimeError
 from tests.matrix import layout_rank
@@ -64,7 +65,7 @@ def push_on_rank(
     cpu_shim.install()  # the plain push has SGLang's form of a bucket
     init_gloo_group()
     args = layout_rank.start(_case(name, config), Path(plain_folder), (*flags, "--bf16"))
-    model = build_model(args)
+    model = build_model(args, transforms=load_all(parts(args).transforms))
     load_hf_weights(args, model, plain_folder)
     return [_push(args, model, job) for job in jobs]
 

@@ -12,21 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
-from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from slime.backends.megatron_utils.cp_utils import local_responses
 from slime.backends.megatron_utils.guide import LossTerm
-from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp
-from slime.backends.megatron_utils.layers.vision import ImageBatch, VisionModel
+from slime.backends.megatron_utils.model_transform import transforms_of
 from slime.train_data.columns import COLUMNS, RankBatch
 from slime.train_data.convert import sample_name
 from slime.train_data.device_batch import DeviceBatch
 from slime.train_data.microbatch import PackingConfig, align_loss_masks, pack_thd, packed_length, take_micro_batch
 from slime.utils.errors import DataError
-from slime.utils.processing_utils import full_pixels
 
 PER_TOKEN_COLUMNS = frozenset(
     name
@@ -182,27 +178,16 @@ def packed_lengths(data_iterator: DataIterator, num_microbatches: int, packing: 
 def forward_arguments(model: torch.nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     """Return keyword arguments of the model's forward for a batch of :func:`get_batch`.
 
-    A user's model gets pixels and the like joined over the samples, on the device; slime's own take what they need.
-
     Raises:
-        DataError: there are images, and the model has no vision tower.
+        DataError: samples have multimodal inputs, and nothing in the model takes them.
     """
-    inputs = batch.get("multimodal_train_inputs")
-    multimodal: dict[str, Any] = {}
-    inner = unwrap_model(model)
-    if inputs and isinstance(inner, VisionModel):
-        multimodal["images"] = ImageBatch(batch["host_tokens"], inputs)
-    elif inputs and type(inner) in (GPTModel, GPTModelWithMtp):
+    given = (transform.arguments(batch) for transform in transforms_of(model))
+    taken = [arguments for arguments in given if arguments is not None]
+    if batch.get("multimodal_train_inputs") and not taken:
         raise DataError(
-            "samples have images, but the trainer's model has no vision tower; give --multimodal-keys or "
-            "--train-vision-tower for a family that has one (docs/models.md), else --custom-model-provider-path."
+            "samples have images, but the trainer's model takes none; give --multimodal-keys for a family whose tower "
+            "it can have (docs/models.md), else --custom-model-provider-path."
         )
-    elif inputs:
-        for name in dict.fromkeys(name for sample in inputs for name in sample or () if name != "pixel_range"):
-            if name == "pixel_values":
-                inputs = [sample and {**sample, name: full_pixels(sample)} for sample in inputs]
-            joined = torch.cat([sample[name] for sample in inputs if sample and name in sample])
-            multimodal[name] = joined.to(batch["tokens"].device)
     mtp = {"mtp_inputs": batch["mtp_inputs"]} if batch.get("mtp_inputs") is not None else {}
     return {
         "input_ids": batch["tokens"],
@@ -212,5 +197,5 @@ def forward_arguments(model: torch.nn.Module, batch: dict[str, Any]) -> dict[str
         "packed_seq_params": batch["packed_seq_params"],
         "loss_mask": batch["full_loss_masks"],
         **mtp,
-        **multimodal,
+        **{name: value for arguments in taken for name, value in arguments.items()},
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from slime.backends.megatron_utils.flags.resolve_arguments import warmup_steps
 from slime.backends.megatron_utils.hf_to_megatron import keep_fp32
 from slime.backends.megatron_utils.model_provider import check_trained_parameters, get_model_provider
 from slime.backends.megatron_utils.model_transform import ModelTransform
-from slime.backends.megatron_utils.models.rule import TOWER
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
         optimizer = get_megatron_optimizer(
             config,
             model,
-            config_overrides=_parameter_groups(config, args.vision_tower_lr_mult),
+            config_overrides=_parameter_groups(config, args.lr_factors),
             use_gloo_process_groups=args.enable_gloo_process_groups,
         )
     dtypes = {"exp_avg": args.exp_avg_dtype, "exp_avg_sq": args.exp_avg_sq_dtype}
@@ -119,14 +118,14 @@ def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
     return optimizer
 
 
-def _parameter_groups(config: OptimizerConfig, tower_factor: float) -> dict[ParamKey, ParamGroupOverride]:
-    """Return what megatron-core sets apart by default, and the vision tower where its learning rates differ."""
+def _parameter_groups(config: OptimizerConfig, factors: Mapping[str, float]) -> dict[ParamKey, ParamGroupOverride]:
+    """Return what megatron-core sets apart by default, and the parameters whose learning rates have a factor."""
     groups = get_standard_config_overrides(config)
-    if tower_factor != 1:
+    for pattern, factor in factors.items():
         # The schedule reads the ends; checkpoints tell groups apart by ``lr_mult``.
-        ends = {"max_lr": config.lr * tower_factor, "min_lr": config.min_lr * tower_factor}
-        rates: Any = {"lr_mult": tower_factor, **ends}
-        groups[ParamKey(name=f"*{TOWER}*")] = rates
+        ends = {"max_lr": config.lr * factor, "min_lr": config.min_lr * factor}
+        rates: Any = {"lr_mult": factor, **ends}
+        groups[ParamKey(name=pattern)] = rates
     return groups
 
 

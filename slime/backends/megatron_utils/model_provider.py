@@ -17,14 +17,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.flags.config_builders import transformer_config_from_args
-from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.own_flags import load_spec
 from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, block_spec_of_flags
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp, get_mtp_spec, without_mtp
 from slime.backends.megatron_utils.layers.value_head import ValueHead, find_value_head
-from slime.backends.megatron_utils.layers.vision import VisionModel, VisionModelWithMtp
-from slime.backends.megatron_utils.model_transform import AddedParameters, ModelTransform
-from slime.backends.megatron_utils.models import has_tower
+from slime.backends.megatron_utils.model_transform import ModelTransform
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
@@ -70,8 +67,7 @@ def get_model_provider(
             embedding.register_forward_hook(_needing_gradient)
         for transform in transforms:
             transform.after_build(model)
-            if isinstance(transform, AddedParameters):
-                vars(model)["added_parameters"] = transform
+        vars(model)["transforms"] = transforms
         head = find_value_head([model])
         if head is not None and not head.weight.requires_grad:
             logger.warning(
@@ -148,21 +144,14 @@ def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
     if role == "critic":
         config = without_mtp(config)
     spec_source = load_spec(args.spec) if args.spec else block_spec_of_flags
-    hf_config = read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else {}
-    vision_options: dict[str, Any] = {}  # what a model with a vision tower takes beside GPTModel's arguments
-    if has_tower(args, hf_config):
-        trains = args.train_vision_tower
-        vision_options = {"folder": args.hf_checkpoint, "hf_config": hf_config, "trains_tower": trains}
 
     def build(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
         spec = resolve_spec(spec_source, args, config, vp_stage)
-        model_class: Callable[..., GPTModel] = VisionModel if vision_options else GPTModel
+        model_class: Callable[..., GPTModel] = GPTModel
         if config.mtp_num_layers:
-            mtp_class = VisionModelWithMtp if vision_options else GPTModelWithMtp
             mtp_spec = get_mtp_spec(config, spec)
-            model_class = partial(mtp_class, mtp_spec=mtp_spec, trains_mtp=args.enable_mtp_training)
+            model_class = partial(GPTModelWithMtp, mtp_spec=mtp_spec, trains_mtp=args.enable_mtp_training)
         model = model_class(
-            **vision_options,
             config=config,
             transformer_layer_spec=spec,
             vocab_size=args.padded_vocab_size,

@@ -15,10 +15,12 @@ from torch import Tensor
 class ModelTransform(ABC):
     """A change of the actor's model after it is built; ``slime.compose`` chooses which ones a run has.
 
-    A transform may set two attributes of a parameter:
+    A transform may set attributes of a parameter:
 
-        served       function (shard, host_weights) -> tensor: what exports and pushes take in place of its numbers
-        has_no_data  True: the numbers are in buffers, and the parameter has no memory
+        served                   function (shard, host_weights) -> tensor: what exports and pushes take in place of
+                                 its numbers
+        has_no_data              True: the numbers are in buffers, and the parameter has no memory
+        is_constant_when_frozen  True: while it is frozen, engines that have it get it no more
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -27,6 +29,10 @@ class ModelTransform(ABC):
     @abstractmethod
     def after_build(self, chunk: torch.nn.Module) -> None:
         """Change a chunk, which is bare and has random weights."""
+
+    def arguments(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return what the model's forward takes of the ``multimodal_train_inputs`` of a micro-batch; None: nothing."""
+        return None
 
 
 class AddedParameters(ModelTransform):
@@ -72,5 +78,11 @@ class AddedParameters(ModelTransform):
 
 def added_parameters(model: Sequence[torch.nn.Module]) -> AddedParameters | None:
     """Return the transform whose parameters are trained; None when the model itself is."""
-    held = (vars(unwrap_model(chunk)).get("added_parameters") for chunk in model)
-    return next((one for one in held if one is not None), None)
+    held = (one for chunk in model for one in transforms_of(chunk) if isinstance(one, AddedParameters))
+    return next(held, None)
+
+
+def transforms_of(chunk: torch.nn.Module) -> Sequence[ModelTransform]:
+    """Return the transforms that changed a chunk of the model, which may be wrapped."""
+    transforms: Sequence[ModelTransform] = vars(unwrap_model(chunk)).get("transforms", ())
+    return transforms

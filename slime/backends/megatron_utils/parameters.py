@@ -19,7 +19,6 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from slime.backends.megatron_utils.model_transform import added_parameters
-from slime.backends.megatron_utils.models.rule import TOWER
 from slime.utils.distributed_utils import get_gloo_group
 from slime.weights.digest import MASK_64, WORD_BYTES, as_signed, digest_tensor, mix
 
@@ -95,10 +94,10 @@ def iter_shards(
             yield from _shards_of(f"{chunk_index}.{local_name}", name, tensor)
 
 
-def frozen_tower(model: Sequence[torch.nn.Module]) -> frozenset[str]:
-    """Return the names (:attr:`Shard.name`) of this rank's parameters of a vision tower that are not trained."""
-    tower = [shard for shard in iter_shards(model) if shard.name.startswith(TOWER)]
-    return frozenset(shard.name for shard in tower if not shard.parameter.requires_grad)
+def constant_parameters(model: Sequence[torch.nn.Module]) -> frozenset[str]:
+    """Return the names (:attr:`Shard.name`) of this rank's parameters that engines need but once."""
+    marked = (shard for shard in iter_shards(model) if hasattr(shard.parameter, "is_constant_when_frozen"))
+    return frozenset(shard.name for shard in marked if not shard.parameter.requires_grad)
 
 
 def _shards_of(key: str, name: str, tensor: Any) -> Iterator[Shard]:

@@ -100,7 +100,7 @@ def resolve_sglang_config(args: Namespace) -> SGLangConfig:
                 f"is {args.rollout_num_gpus}; the two must be equal. Change one of them."
             )
         for model in config.models:
-            _check_encoders(f"{where}: model {model.name}", model, trains_tower=args.train_vision_tower)
+            _check_encoders(f"{where}: model {model.name}", model)
             for group in model.server_groups:
                 _check_nodes(f"{where}: model {model.name}", group, args.num_gpus_per_node)
         if args.eval_in_background:
@@ -152,23 +152,16 @@ def _group(worker_type: str, num_gpus: int, per_engine: int) -> ServerGroupConfi
     return ServerGroupConfig(worker_type=worker_type, num_gpus=num_gpus, num_gpus_per_engine=per_engine)
 
 
-def _check_encoders(where: str, model: ModelConfig, *, trains_tower: bool) -> None:
-    """Check that a model with encoders has engines that ask them, and that nobody trains what they hold.
+def _check_encoders(where: str, model: ModelConfig) -> None:
+    """Check that a model with encoders has engines that ask them.
 
     Raises:
-        ConfigError: one of the two does not hold.
+        ConfigError: it has none.
     """
     kinds = {group.worker_type for group in model.server_groups}
-    if "encoder" not in kinds:
-        return
-    if not kinds & {"regular", "prefill"}:
+    if "encoder" in kinds and not kinds & {"regular", "prefill"}:
         raise ConfigError(
             f"{where}: it has encoders, and no regular or prefill engines that would ask them; add some."
-        )
-    if trains_tower and model.update_weights:
-        raise ConfigError(
-            f"{where}: it has encoders, which no push reaches, and --train-vision-tower changes the weights that they "
-            "hold. Leave the group out, so that the engines compute images themselves, or drop the flag."
         )
 
 

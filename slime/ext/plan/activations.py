@@ -271,7 +271,7 @@ def tower_activations(dims: ModelDims, batch: MicroBatch) -> Kept:
     angles = 8 * hidden // tower.num_heads  # cosines and sines of a head in fp32, for all blocks
     mergers = size * (3 * tower.num_mergers + 1) * hidden
     output = size * tower.num_mergers * tower.out_size // tower.merge**2
-    if not dims.trains_tower:
+    if not tower.is_trained:
         return Kept(batch.patches * output, batch.patches * (block + angles))
     pixels = (size + 4) * tower.patch_size
     return Kept(batch.patches * (tower.depth * block + angles + mergers + output + pixels), 0)

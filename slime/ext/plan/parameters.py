@@ -87,9 +87,10 @@ def chunk_parameters(
     total = ParameterCount()
     for chunk in chunks:
         if chunk.has_embedding:
-            tower = ParameterCount(dense=dims.tower_parameters)
             total += ParameterCount(dense=embedding_size(dims, sizes))
-            total += tower if dims.trains_tower else tower.as_frozen()
+            if dims.tower is not None:
+                tower = ParameterCount(dense=dims.tower.parameters)
+                total += tower if dims.tower.is_trained else tower.as_frozen()
         for layer in chunk.layers:
             total += layer_parameters(dims, sizes, layer, has_router_bias=has_router_bias)
         if chunk.has_head:

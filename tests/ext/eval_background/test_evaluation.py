@@ -189,7 +189,7 @@ def test_its_requests_go_to_the_router_of_its_own_model(tmp_path):
     )
     args = Namespace(
         sglang_config=str(path), hf_checkpoint="/hf", rollout_num_gpus_per_engine=1, rollout_num_gpus=3,
-        num_gpus_per_node=8, eval_in_background=True, train_vision_tower=False, critic_args=None,
+        num_gpus_per_node=8, eval_in_background=True, critic_args=None,
         sglang_router_ip="a", sglang_router_port=1,
         sglang_model_routers={"default": ("a", 1), "eval": ("b", 2)}, rollout_num_engines=1,
     )  # fmt: skip

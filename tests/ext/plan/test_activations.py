@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.flags.model_dims import model_dims, tower_dims
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.ext.plan.activations import (
     MicroBatch,
     Recompute,
@@ -22,6 +22,7 @@ from slime.ext.plan.activations import (
 from slime.ext.plan.layout import ParallelSizes, StageChunk
 from slime.ext.plan.parameters import chunk_parameters
 from slime.ext.plan.trainer_memory import GIB, TrainerSettings, micro_batches_in_flight, rank_memory
+from slime.ext.vision.towers import TOWERS
 from slime.train_data.model_dims import ModelDims
 from tests.matrix.case import hide_broken_torchvision
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
@@ -134,7 +135,7 @@ def test_a_trained_tower_keeps_what_autograd_counts(tmp_path: Path, element_byte
     model = transformers.AutoModel.from_config(
         config, dtype=torch.bfloat16 if element_bytes == 2 else torch.float32, attn_implementation="sdpa"
     )
-    dims = replace(qwen3(64, 64, 4, 2), tower=tower_dims(vision), trains_tower=True)
+    dims = replace(qwen3(64, 64, 4, 2), tower=TOWERS["qwen3_vl"].dims(vision, is_trained=True))
     assert dims.tower is not None
     batch = MicroBatch(tokens=512, element_bytes=element_bytes, patches=dims.tower.patches_of(32 * 4 + 3, 32 * 4))
     assert batch.patches == 1024

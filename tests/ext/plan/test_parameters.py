@@ -18,9 +18,9 @@ from slime.ext.plan.layout import ParallelSizes, PipelineSplit, rank_places, sta
 from slime.ext.plan.parameters import Adapters, chunk_parameters, model_size, with_adapters
 from slime.train_data.model_dims import ModelDims
 from tests.contracts.source_tree import REPO
+from tests.ext.vision.test_vision import SEEING
 from tests.matrix import trainer
 from tests.matrix.case import ROUTER_BIAS, FamilyCase, read_tensors
-from tests.unit.backends.megatron_utils.layers.test_vision import SEEING
 from tests.unit.backends.megatron_utils.megatron_case import parse
 from tests.unit.scripts.test_model_files import write_config
 
@@ -182,8 +182,8 @@ def test_a_plan_counts_the_tower_exactly(case: FamilyCase, tmp_path: Path):
     args = trainer.make_args(case, tmp_path)
     dims = model_dims(args, read_hf_config(str(tmp_path)))
     names = [name for name in tensors if name.startswith("model.visual.")]
-    assert dims.tower_parameters == sum(tensors[name].numel() for name in names)
-    assert dims.trains_tower
+    assert dims.tower.parameters == sum(tensors[name].numel() for name in names)
+    assert dims.tower.is_trained
     whole = replace(dims, padded_vocab_size=dims.vocab_size)
     biases = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith(ROUTER_BIAS))  # no parameters
     assert model_size(whole) == sum(tensor.numel() for tensor in tensors.values()) - biases

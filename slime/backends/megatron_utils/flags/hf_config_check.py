@@ -24,10 +24,9 @@ from slime.backends.megatron_utils.models import (
     family_of,
     family_of_spec,
     find_weight_map,
-    has_tower,
 )
 from slime.backends.megatron_utils.models.family import differs
-from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS, Flag, shared_rules, too_short_a_stage
+from slime.backends.megatron_utils.models.flag_rules import YARN_DEFAULTS, Flag, shared_rules
 from slime.flags.checkpoint import is_huggingface_folder
 from slime.flags.group import flag_of
 from slime.utils import env
@@ -210,7 +209,7 @@ def check_hf_config(args: Namespace) -> None:
             + "\n  ".join(problems)
             + "\nLeave the model flags out, or source the file of scripts/models that belongs to this checkpoint."
         )
-    for problem in (*sparse_problems(args, config), *vision_problems(args, config)):
+    for problem in sparse_problems(args, config):
         raise ConfigError(problem)
     if not args.debug_train_only:  # where nothing is pushed; the tools set it
         check_that_weights_can_be_pushed(args.hf_checkpoint, args.model_name, config)
@@ -245,58 +244,6 @@ def sparse_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
             f"--context-parallel-size is {args.context_parallel_size} without --allgather-cp; the sparse attention of "
             f"{', '.join(architectures)} needs contiguous parts of the stream; give --allgather-cp."
         )
-
-
-def vision_problems(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what asks for a vision tower that the trainer's model does not have."""
-    if args.custom_model_provider_path:
-        return
-    if has_tower(args, config):
-        if others := set(args.multimodal_keys or ()) - {"image"}:
-            yield (
-                f"--multimodal-keys has {', '.join(sorted(others))}; the vision towers here, and the requests to "
-                "engines, take images alone. Leave it out, or give --custom-model-provider-path and "
-                "--custom-generate-function-path."
-            )
-        yield from _features_without_layers(args, config.get("vision_config") or {})
-        if args.enable_mtp_training:
-            yield (
-                "--enable-mtp-training is given for a model with a vision tower; its MTP layers can be kept as they "
-                "are (--mtp-num-layers alone). Drop the flag."
-            )
-        return
-    for flag, value in (
-        ("--train-vision-tower", args.train_vision_tower),
-        ("--multimodal-keys", args.multimodal_keys),
-    ):
-        if value:
-            what = _no_tower(config.get("model_type"))
-            yield f"{flag} is given, but the trainer {what}. Drop the flag, or give --custom-model-provider-path."
-
-
-def _no_tower(kind: str | None) -> str:
-    towers = sorted(known for known, family in all_families().items() if family.weight_map.tower)
-    if kind in towers:
-        return f"builds the tower of a {kind} by vision_config of config.json, which is not there"
-    return f"has no vision tower for a {kind}; it has those of {', '.join(towers)}"
-
-
-def _features_without_layers(args: Namespace, vision: Mapping[str, Any]) -> Iterator[str]:
-    """Yield that the first stage, which has the tower, lacks layers that take features of it.
-
-    A custom pipeline layout is looked at when the model is built.
-    """
-    depth = len(vision.get("deepstack_visual_indexes") or ())
-    counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
-    layers, stages = args.num_layers + counted, args.pipeline_model_parallel_size
-    if args.decoder_first_pipeline_num_layers is not None:
-        layers, stages = args.decoder_first_pipeline_num_layers, 1
-    elif args.decoder_last_pipeline_num_layers is not None and stages > 1:
-        layers, stages = layers - args.decoder_last_pipeline_num_layers, stages - 1
-    first = layers // stages // (args.virtual_pipeline_model_parallel_size or 1)
-    first -= args.account_for_embedding_in_pipeline_split
-    if args.num_layers and args.pipeline_model_parallel_layout is None and first < depth:
-        yield too_short_a_stage(first, depth)
 
 
 def disagreements(args: Namespace, config: Mapping[str, Any]) -> list[str]:

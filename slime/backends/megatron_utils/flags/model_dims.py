@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from slime.backends.megatron_utils.models import family_of, family_of_spec, has_tower
+from slime.backends.megatron_utils.models import family_of_spec
 from slime.flags.config import read_config
 from slime.flags.data import BatchConfig, add_data_arguments
 from slime.train_data.model_dims import AttentionKind, ModelDims, TowerDims
@@ -22,8 +22,7 @@ def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
     Args:
         args: flags of this run, or those stored in a checkpoint, perhaps by another program: what a family lacks may
             be absent, and then has the size that published models have.
-        hf_config: config.json, which alone tells the layers of sparse attention that choose keys, and the size of a
-            vision tower.
+        hf_config: config.json, which alone tells the layers of sparse attention that choose keys.
     """
     get = vars(args).get
     num_layers, heads = args.num_layers, args.num_attention_heads
@@ -62,35 +61,9 @@ def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
         **_expert_sizes(args),
         num_mtp_layers=get("mtp_num_layers") or 0,
         trains_mtp=bool(get("enable_mtp_training")),
+        tower=TowerDims(**sizes) if (sizes := get("tower_dims")) else None,
     )
-    dims = dims if family is None else replace(dims, **family.dims(args, hf_config))
-    seeing = family_of(hf_config) if hf_config and has_tower(args, hf_config) else None
-    if hf_config and hf_config.get("vision_config") and seeing is not None and seeing.tower_parameters is not None:
-        tower = seeing.tower_parameters(hf_config["vision_config"])
-        dims = replace(
-            dims,
-            tower_parameters=tower,
-            tower=tower_dims(hf_config["vision_config"], seeing.tower_ffn_key),
-            trains_tower=bool(get("train_vision_tower")),
-        )
-    return dims
-
-
-def tower_dims(vision: Mapping[str, Any], ffn_key: str = "intermediate_size") -> TowerDims:
-    """Return the sizes of the tower from ``vision_config`` of config.json."""
-    frames = vision["temporal_patch_size"]
-    return TowerDims(
-        depth=vision["depth"],
-        hidden_size=vision["hidden_size"],
-        ffn_hidden_size=vision[ffn_key],
-        num_heads=vision["num_heads"],
-        patch_side=vision["patch_size"],
-        patch_size=vision.get("in_channels", 3) * frames * vision["patch_size"] ** 2,
-        merge=vision["spatial_merge_size"],
-        out_size=vision["out_hidden_size"],
-        num_mergers=1 + len(vision.get("deepstack_visual_indexes") or ()),
-        is_gated=vision.get("hidden_act") == "silu",
-    )
+    return dims if family is None else replace(dims, **family.dims(args, hf_config))
 
 
 def _expert_sizes(args: Namespace) -> dict[str, Any]:

@@ -7,7 +7,6 @@ files alone that say the name it asks for.
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
@@ -77,20 +76,6 @@ def family_of_spec(spec: Sequence[str] | None) -> ModelFamily | None:
     if not spec:
         return None
     return next((family for family in families_that_say(f'"{spec[0]}').values() if family.is_built_by(spec[0])), None)
-
-
-def has_tower(args: Namespace, config: Mapping[str, Any]) -> bool:
-    """Return True when the trainer's model has the vision tower of its checkpoint.
-
-    Args:
-        args: of a run or a tool; a family may have its tower only where a flag asks for it.
-    """
-    family, get = family_of(config), vars(args).get
-    if family is None or not family.weight_map.tower or not (config.get("vision_config") or config.get(IS_PARTIAL)):
-        return False
-    spec = get("spec") or ("",)
-    asked = get("train_vision_tower") or get("multimodal_keys") or spec[0] == family.tower_spec.partition(" ")[0]
-    return bool(asked) or not family.tower_spec
 
 
 def published_config(checkpoint: str) -> Mapping[str, Any]:

@@ -58,18 +58,8 @@ class ModelFamily:
     """The model flags describe the layers, and ``spec`` is there for commands that name it."""
     dims: Callable[[Namespace, Mapping[str, Any] | None], Mapping[str, Any]] = lambda args, config: {}
     """Gives the fields of ``ModelDims`` that follow from ``spec``; called with args and, where known, config.json."""
-    tower_parameters: Callable[[Mapping[str, Any]], int] | None = None
-    """``vision_config`` of config.json -> parameters of the vision tower that the trainer has."""
-    tower_ffn_key: str = "intermediate_size"
-    """Key of ``vision_config`` for the width of the MLPs in the tower's blocks."""
-    tower_class: str = ""
-    """Import path of transformers' class of the tower, where its ``AutoModel`` knows none for ``vision_config``."""
-    tower_spec: str = ""
-    """Another ``spec``, which asks for the vision tower; without one, every model of the family has its tower."""
-    rotary_section: tuple[int, int, int] = (24, 20, 20)
-    """Frequencies that turn by time, height and width, where config.json does not say (``mrope_section``)."""
-    has_interleaved_axes: bool = True
-    """The three axes take turns among the frequencies; otherwise each has a run of them."""
+    other_specs: tuple[str, ...] = ()
+    """Other modules of ``--spec`` with these layers."""
     sparse_architecture: str = ""
     """Entry of ``architectures`` in config.json, of a family whose attention chooses keys with an indexer."""
     has_linear_attention: bool = False
@@ -176,5 +166,5 @@ class ModelFamily:
     def is_built_by(self, spec: str) -> bool:
         """Return True when ``spec``, the module that ``--spec`` names, has this family's layers."""
         module = self.spec.partition(" ")[0]
-        names = (module, module.rpartition(".")[0], self.tower_spec.partition(" ")[0])
+        names = (module, module.rpartition(".")[0], *self.other_specs)
         return bool(module) and spec in names

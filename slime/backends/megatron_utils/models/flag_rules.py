@@ -340,12 +340,3 @@ def hf_yarn_settings(config: Mapping[str, Any], *, knows_truncate: bool = False)
     # As transformers reads them: a beta that is absent or 0 is the usual one.
     values = {name: value or YARN_DEFAULTS[name] for name, value in values.items()}
     return values | {"yarn_truncate": settings.get("truncate", True)} if knows_truncate else values
-
-
-def too_short_a_stage(num_layers: int, depth: int) -> str:
-    """Return the error for a first stage with fewer layers than take features of the tower, which is there."""
-    return (
-        f"The first pipeline stage has {num_layers} layers; the first {depth} of this model take features of the "
-        "vision tower, which is there. Give it as many (--decoder-first-pipeline-num-layers, "
-        "--decoder-last-pipeline-num-layers), or fewer stages."
-    )

@@ -9,10 +9,9 @@ positions turns a run of frequencies, time the lowest; the layers take nothing o
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import PLAIN, SIGMOID, Config
+from slime.backends.megatron_utils.models.flag_rules import PLAIN, SIGMOID
 from slime.backends.megatron_utils.models.rule import (
     ATTENTION,
     COMPOSITE,
@@ -49,24 +48,6 @@ GLM4_MOE = WeightMap(
 SANDWICH = {"rotary_interleaved": True, "post_self_attn_layernorm": True, "post_mlp_layernorm": True}
 
 
-def tower_parameters(vision: Config) -> int:
-    """Return the parameters of the vision tower: patches, positions, blocks, and what merges and projects patches."""
-    hidden, out = vision["hidden_size"], vision["out_hidden_size"]
-    patch = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    block = 4 * hidden * hidden + 3 * hidden * out + 2 * hidden + 3 * hidden * bool(vision.get("attention_bias"))
-    positions = (vision["image_size"] // vision["patch_size"]) ** 2
-    merger = out * out + 2 * out + 3 * out * vision["intermediate_size"]
-    downsample = out * (hidden * vision["spatial_merge_size"] ** 2 + 1)
-    return int(vision["depth"] * block + hidden * (patch + positions + 3) + downsample + merger)
-
-
-_TOWER: dict[str, Any] = {
-    "tower_parameters": tower_parameters,
-    "tower_ffn_key": "out_hidden_size",
-    "rotary_section": (8, 12, 12),
-    "has_interleaved_axes": False,
-}
-
 VISION = {
     "depth": 24, "hidden_size": 1536, "num_heads": 12, "in_channels": 3, "image_size": 336, "patch_size": 14,
     "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 4096,
@@ -97,7 +78,6 @@ FAMILIES = (
             name: {"model_type": "glm4v", "vision_config": {**VISION, "intermediate_size": 13696}}
             for name in ("GLM-4.1V-9B-Thinking", "GLM-4.6V-Flash")
         },
-        **_TOWER,
     ),
     ModelFamily(
         model_types=("glm4v_moe",),
@@ -109,6 +89,5 @@ FAMILIES = (
             name: {"model_type": "glm4v_moe", "vision_config": {**VISION, "intermediate_size": 10944}}
             for name in ("GLM-4.5V", "GLM-4.6V")
         },
-        **_TOWER,
     ),
 )

@@ -8,19 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import Config
 from slime.backends.megatron_utils.models.qwen import DENSE
-
-
-def tower_parameters(vision: Config) -> int:
-    """Return the parameters of the vision tower: patches, blocks, and what merges and projects patches."""
-    hidden, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
-    merged = hidden * vision["spatial_merge_size"] ** 2
-    patch = vision.get("in_channels", 3) * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    block = 4 * hidden * hidden + 3 * hidden * inner + 7 * hidden + 2 * inner
-    merger = merged * merged + merged + (merged + 1) * out
-    return int(vision["depth"] * block + hidden * (patch + 1) + merger)
-
 
 VISION = {
     **{"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_channels": 3},
@@ -31,12 +19,8 @@ VISION = {
 FAMILIES = (
     ModelFamily(
         model_types=("qwen2_5_vl",),
-        weight_map=replace(DENSE, family="Qwen2.5-VL", tower="visual."),
+        weight_map=replace(DENSE, family="Qwen2.5-VL", parts={"vision_model.": "visual."}),
         always={"add_qkv_bias": True},
-        tower_parameters=tower_parameters,
-        tower_class="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel",
-        rotary_section=(16, 24, 24),
-        has_interleaved_axes=False,
         published={
             f"Qwen2.5-VL-{size}-Instruct": {
                 "model_type": "qwen2_5_vl",

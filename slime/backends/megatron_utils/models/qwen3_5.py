@@ -4,8 +4,8 @@ The projections into a delta net are four matrices here, each of all heads; quer
 of the convolution's channels.  Published folders stack the experts of a layer in one tensor
 (``slime.weights.stacked_experts``); pushes name them one by one, which SGLang loads as well.
 
-Their vision tower is Qwen3-VL's, without features for layers.  A run has it when it asks for it
-(``models.has_tower``); others leave it to the engines.
+Their vision tower is Qwen3-VL's, without features for layers.  A run has it when it asks for it; others leave it to
+the engines.
 
 Shapes: H = key heads, r = value heads of a key head, dk and dv = widths of their keys and values, h = hidden size.
 """
@@ -30,7 +30,7 @@ from slime.backends.megatron_utils.models.qwen3_next import (
     QWEN3_NEXT,
     linear_flags,
 )
-from slime.backends.megatron_utils.models.qwen3_vl import TOWER, tower_parameters
+from slime.backends.megatron_utils.models.qwen3_vl import TOWER
 from slime.backends.megatron_utils.models.rule import (
     COMPOSITE,
     EXPERTS,
@@ -109,9 +109,7 @@ FAMILIES = (
         model_types=(_DENSE, _EXPERTS),
         weight_map=QWEN3_5,
         spec="slime_plugins.models.qwen3_5 get_qwen3_5_spec",
-        tower_spec="slime_plugins.models.qwen3_5_vl get_qwen3_5_vl_model_provider",
-        tower_parameters=tower_parameters,
-        rotary_section=(11, 11, 10),
+        other_specs=("slime_plugins.models.qwen3_5_vl",),
         has_linear_attention=True,
         always={**SOFTMAX, **GATED},
         fixed={**NO_BIASES, "attn_output_gate": True},

@@ -23,21 +23,6 @@ def interleaved_only(config: Config) -> Iterator[str]:
         yield "mrope_interleaved is False; the axes of positions are interleaved here"
 
 
-def tower_parameters(vision: Config) -> int:
-    """Return the parameters of the vision tower: patches, positions, blocks, and the mergers after some of them."""
-    hidden, inner, merged = (
-        vision["hidden_size"],
-        vision["intermediate_size"],
-        vision["hidden_size"] * vision["spatial_merge_size"] ** 2,
-    )
-    patch = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    block = 4 * hidden * hidden + 2 * hidden * inner + 9 * hidden + inner
-    merger = merged * merged + merged + (merged + 1) * vision["out_hidden_size"]
-    deep = len(vision.get("deepstack_visual_indexes") or ())
-    ends = hidden * (patch + 1) + vision["num_position_embeddings"] * hidden + 2 * hidden + 2 * merged * deep
-    return int(vision["depth"] * block + merger * (1 + deep) + ends)
-
-
 TOWER = {
     "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "in_channels": 3, "patch_size": 16,
     "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 2304,
@@ -52,7 +37,6 @@ FAMILIES = (
     ModelFamily(
         model_types=("qwen3_vl",),
         weight_map=QWEN3_VL,
-        tower_parameters=tower_parameters,
         always={"qk_layernorm": True},
         fixed=NO_BIASES,
         flags=interleaved_only,
@@ -70,7 +54,6 @@ FAMILIES = (
     ModelFamily(
         model_types=("qwen3_vl_moe",),
         weight_map=QWEN3_VL_MOE,
-        tower_parameters=tower_parameters,
         always={**SOFTMAX, "qk_layernorm": True},
         defaults={"norm_topk_prob": True},
         fixed={**NO_BIASES, "norm_topk_prob": True},

@@ -30,8 +30,6 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
 MAX_MTP_LAYERS = 8
 """More than any published model has; a run may go without those of its checkpoint."""
-TOWER = "vision_model."
-"""Prefix of the parameters of a vision tower in the trainer's model."""
 FP32 = ("norm.weight", "norm.bias", ".router.weight", ".router.bias")
 """Ends of the names of parameters that every layer takes in any precision."""
 OUTPUT_LAYER, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
@@ -104,8 +102,9 @@ class WeightMap:
     plain_parts: tuple[str, ...] = ()
     """Parts of the names of HF matrices in layers that converters leave as they are: engines hold them in linear
     layers that take no scale."""
-    tower: str = ""
-    """Prefix of the HF tensors of a vision tower that the trainer has, as transformers has it; empty for none."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Prefix of the parameters of a part beside the layers, such as a tower, that the trainer may have -> prefix of
+    its HF tensors, whose names go on alike."""
     together: tuple[tuple[str, ...], ...] = ()
     """HF modules of one layer whose tensors an engine must receive in one call, where the model has all of them."""
 
@@ -115,8 +114,8 @@ class WeightMap:
         from slime.weights.quantize.formats import PlainWeights
 
         names = (name for rule in (*self.top, *self.mtp) for name in rule.hf)
-        tower = (re.escape(self.tower) + ".+",) if self.tower else ()
-        return PlainWeights((*self.plain_parts, *names, *self.mtp_copies.values()), (*self.untrained, *tower))
+        parts = (re.escape(prefix) + ".+" for prefix in self.parts.values())
+        return PlainWeights((*self.plain_parts, *names, *self.mtp_copies.values()), (*self.untrained, *parts))
 
     def mtp_prefix(self, index: int, shape: ModelDims) -> str:
         """Return what is in front of the HF tensors of an MTP layer."""
@@ -165,19 +164,17 @@ class WeightMap:
         return {}
 
     def part_of(self, hf_name: str) -> str | None:
-        """Return what the names of a HF tensor's part begin with: a layer, MTP layers, a vision tower; else None."""
-        if self.tower and hf_name.startswith(self.tower):
-            return self.tower
+        """Return what the names of a HF tensor's part begin with: a layer, MTP layers, ``parts``; else None."""
         if layer := self._layer.match(hf_name):
             return layer[0]
-        prefixes = (self.own_mtp_prefix.format(index=index) for index in range(MAX_MTP_LAYERS))
-        return next((prefix for prefix in prefixes if prefix and hf_name.startswith(prefix)), None)
+        mtp = (self.own_mtp_prefix.format(index=index) for index in range(MAX_MTP_LAYERS))
+        return next((prefix for prefix in (*self.parts.values(), *mtp) if prefix and hf_name.startswith(prefix)), None)
 
     def has_place(self, hf_name: str, shape: ModelDims) -> bool:
         """Return False for a HF tensor that belongs to no layer of the model, nor to anything else of the family."""
         if hf_name in {name for rule in self.top for name in rule.hf} or self.is_untrained(hf_name):
             return True
-        if self.tower and hf_name.startswith(self.tower):
+        if hf_name.startswith(tuple(self.parts.values())):
             return True
         if any(re.fullmatch(pattern, hf_name) for pattern in self.ignored):
             return True
@@ -206,8 +203,10 @@ class WeightMap:
             KeyError: the family has no such parameter.
         """
         expert = ""
-        if self.tower and name.startswith(TOWER):
-            return Rule(name, (own := self.tower + name.removeprefix(TOWER),)), (own,)
+        for prefix, own in self.parts.items():
+            if name.startswith(prefix):
+                hf_name = own + name.removeprefix(prefix)
+                return Rule(name, (hf_name,)), (hf_name,)
         rest, prefix, part = name, "", "top"
         if match := _LAYER.fullmatch(name):
             rest, prefix, part = match[2], self.layer_prefix.format(layer=match[1]), "layer"
@@ -269,7 +268,7 @@ COMPOSITE: dict[str, Any] = {
         Rule("decoder.final_layernorm.weight", ("model.language_model.norm.weight",)),
     ),
     "layer_prefix": "model.language_model.layers.{layer}.",
-    "tower": "model.visual.",
+    "parts": {"vision_model.": "model.visual."},
 }
 """Fields of the weight map of a folder that holds a language model and a vision tower."""
 TEXT_PART: dict[str, Any] = {

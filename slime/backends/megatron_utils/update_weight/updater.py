@@ -12,7 +12,7 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils import memory
 from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
-from slime.backends.megatron_utils.parameters import frozen_tower
+from slime.backends.megatron_utils.parameters import constant_parameters
 from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
 from slime.backends.megatron_utils.update_weight.cast_loss import CastLossEstimate
 from slime.backends.megatron_utils.update_weight.gather import HostWeights
@@ -133,7 +133,7 @@ class WeightUpdater:
             dtype=dtype,
             quantizer=checkpoint_quantizer(args.hf_checkpoint, self._quantization, dtype=dtype),
             bucket_bytes=args.update_weight_buffer_size,
-            constants=frozenset().union(*self._ranks.gather(frozen_tower(self._model))),
+            constants=frozenset().union(*self._ranks.gather(constant_parameters(self._model))),
         )
 
     @property

@@ -17,6 +17,8 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
+from slime.compose import parts
+from slime.ray.parts import load_all
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
 from slime.ext.fast_push.verified_push import VerifiedPush
 from slime.utils.distributed_utils import init_gloo_group
@@ -54,7 +56,7 @@ def push_steps(
         "weight_update_timeout_s": 60.0, "colocate": is_colocated, "update_weight_mode": "full",
         "update_weight_transport": "nccl", "check_weight_update_equal": False,
     })  # fmt: skip
-    model = build_model(args)
+    model = build_model(args, transforms=load_all(parts(args).transforms))
     load_hf_weights(args, model, folder)
     first = 0 if is_colocated else dist.get_world_size()
     # The engine on two GPUs, and in the distributed job another on one.

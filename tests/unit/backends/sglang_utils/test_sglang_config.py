@@ -24,7 +24,6 @@ def flags(**given) -> Namespace:
         "hf_checkpoint": "/hf",
         "num_gpus_per_node": 8,
         "eval_in_background": False,
-        "train_vision_tower": False,
     }
     return Namespace(**defaults | given)
 
@@ -129,18 +128,17 @@ def test_prefill_servers_that_leave_nothing_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("groups", "trained", "message"),
+    ("groups", "message"),
     [
-        ("{worker_type: encoder, num_gpus: 2}", False, "no regular or prefill engines"),
-        ("{worker_type: decode, num_gpus: 2}, {worker_type: encoder, num_gpus: 2}", False, "no regular or prefill"),
-        ("{worker_type: regular, num_gpus: 2}, {worker_type: encoder, num_gpus: 2}", True, "--train-vision-tower"),
-        ("{worker_type: prefill, num_gpus: 2}, {worker_type: encoder, num_gpus: 2}", False, None),
+        ("{worker_type: encoder, num_gpus: 2}", "no regular or prefill engines"),
+        ("{worker_type: decode, num_gpus: 2}, {worker_type: encoder, num_gpus: 2}", "no regular or prefill"),
+        ("{worker_type: prefill, num_gpus: 2}, {worker_type: encoder, num_gpus: 2}", None),
     ],
 )
-def test_encoders_need_engines_that_ask_them_and_a_tower_that_stays_as_it_is(groups, trained, message, tmp_path):
+def test_encoders_need_engines_that_ask_them(groups, message, tmp_path):
     path = tmp_path / "engines.yaml"
     path.write_text(f"sglang: [{{name: m, server_groups: [{groups}]}}]")
-    args = flags(sglang_config=str(path), rollout_num_gpus=2 * groups.count("num_gpus"), train_vision_tower=trained)
+    args = flags(sglang_config=str(path), rollout_num_gpus=2 * groups.count("num_gpus"))
     if message is None:
         assert resolve_sglang_config(args).models[0].num_engines == 1
     else:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from slime.backends.megatron_utils.flags.hf_config_check import config_says, read_hf_config, vision_problems
+from slime.backends.megatron_utils.flags.hf_config_check import config_says, read_hf_config
 from slime.backends.megatron_utils.models import all_families
 from slime.backends.megatron_utils.models.family import differs
 from slime.utils.errors import ConfigError
@@ -90,41 +90,6 @@ def test_experts_are_counted_by_the_key_that_the_model_reads(
     file.write_text(json.dumps({**config, own: count + 1, **dict.fromkeys(unread, count)}))
     with pytest.raises(ConfigError, match=f"--num-experts is {count}; {own} is {count + 1}"):
         parse(*flags, "--hf-checkpoint", str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("split", "layers"),
-    [
-        ({"pipeline_model_parallel_size": 3}, 1),
-        ({"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}, 1),
-        ({"pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 2}, 1),
-        ({"pipeline_model_parallel_size": 2, "account_for_embedding_in_pipeline_split": True}, 1),
-        ({"virtual_pipeline_model_parallel_size": 3}, 1),
-        ({"decoder_last_pipeline_num_layers": 2}, None),  # of one stage, which another check refuses
-        ({"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 2}, None),
-        ({}, None),
-    ],
-)
-def test_layers_that_take_features_are_on_the_first_stage(
-    tmp_path: Path, split: dict[str, Any], layers: int | None
-) -> None:
-    case = load_cases(["qwen3_vl"])["qwen3_vl"]  # three layers, two take features
-    case.write_checkpoint(tmp_path)
-    args = parse(*case.flags(tmp_path), "--hf-checkpoint", str(tmp_path))
-    vars(args).update(split)
-    found = [problem.partition(";")[0] for problem in vision_problems(args, read_config(tmp_path))]
-    assert found == ([f"The first pipeline stage has {layers} layers"] if layers else [])
-
-
-def test_columns_of_videos_and_sound_are_refused_for_a_tower(tmp_path: Path) -> None:
-    case = load_cases(["glm4v"])["glm4v"]
-    case.write_checkpoint(tmp_path)
-    args = parse(*case.flags(tmp_path), "--hf-checkpoint", str(tmp_path))
-    args.multimodal_keys = {"video": "films", "image": "images", "audio": "sounds"}
-    (problem,) = vision_problems(args, read_config(tmp_path))
-    assert problem.startswith("--multimodal-keys has audio, video; the vision towers here")
-    args.custom_model_provider_path = "mine.provider"
-    assert not list(vision_problems(args, read_config(tmp_path)))
 
 
 COMPOSITES = [

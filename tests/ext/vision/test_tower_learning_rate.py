@@ -15,6 +15,8 @@ from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.checkpoint import load_checkpoint, save_checkpoint
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model, build_optimizer, build_scheduler
+from slime.compose import parts
+from slime.ray.parts import load_all
 from slime.utils.errors import ConfigError, DataError
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data
@@ -32,7 +34,7 @@ class Job:
     def __init__(self, folder: Path, factor: float, *flags: object) -> None:
         self.args: Namespace = trainer.make_args(CASE, folder, "--vision-tower-lr-mult", factor, *SCHEDULE, *flags)
         initialize.init(self.args)
-        self.model = build_model(self.args)
+        self.model = build_model(self.args, transforms=load_all(parts(self.args).transforms))
         load_hf_weights(self.args, self.model, str(folder))
         self.optimizer = build_optimizer(self.args, self.model)
         self.scheduler = build_scheduler(self.args, self.optimizer)
@@ -101,7 +103,7 @@ def test_a_resumed_run_goes_on_as_the_one_that_was_not_interrupted(tmp_path: Pat
         assert all(torch.equal(weight, expected[name]) for name, weight in again.weights().items())
     with one_process_world():
         other = Job(tmp_path / "hf", 0.5, *flags)
-        with pytest.raises(DataError, match="'lr_mult': 0.5.*--vision-tower-lr-mult flags of the run that saved it"):
+        with pytest.raises(DataError, match="'lr_mult': 0.5.*other flags of the run that saved it"):
             other.resume(saved)
 
 

@@ -8,15 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import unwrap_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from slime.backends.megatron_utils import initialize
-from slime.backends.megatron_utils.flags.hf_config_check import check_hf_config, read_hf_config
+from slime.backends.megatron_utils.data import forward_arguments
+from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of
-from slime.backends.megatron_utils.layers.vision import ImageBatch, place_images
-from slime.backends.megatron_utils.models import find_weight_map, has_tower
+from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.train_metrics import image_patches
+from slime.ext.vision.flags import complete_vision
+from slime.ext.vision.images import ImageBatch, place_images
+from slime.ext.vision.towers import tower_of
+from slime.ext.vision.transform import JoinedInputs, VisionTower
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import full_pixels
 from tests.matrix import trainer
@@ -104,14 +110,15 @@ def test_a_tower_that_is_not_asked_for_is_left_out(tmp_path: Path):
     config = read_config(tmp_path)
     args = trainer.make_args(case, tmp_path)
     args.train_vision_tower = False
-    assert not has_tower(args, config) and not model_dims(args, config).tower_parameters
+    complete_vision(text := Namespace(**{**vars(args), "tower_dims": None}))
+    assert not text.has_own_tower and model_dims(text, config).tower is None
     for asked in ({"multimodal_keys": {"image": "images"}}, {"spec": ["slime_plugins.models.qwen3_5_vl", "any"]}):
-        seeing = Namespace(**{**vars(args), **asked})
-        assert has_tower(seeing, config) and model_dims(seeing, config).tower_parameters
-    assert not has_tower(seeing, {key: value for key, value in config.items() if key != "vision_config"})
+        complete_vision(seeing := Namespace(**{**vars(text), **asked}))
+        assert seeing.has_own_tower and not model_dims(seeing, config).tower.is_trained
+    assert tower_of(seeing, {key: value for key, value in config.items() if key != "vision_config"}) is None
     seeing.enable_mtp_training = True
     with pytest.raises(ConfigError, match="--enable-mtp-training is given for a model with a vision tower"):
-        check_hf_config(seeing)
+        complete_vision(seeing)
 
 
 def test_an_export_has_the_tower_of_the_trainer_or_else_that_of_the_folder(tmp_path: Path):
@@ -135,7 +142,8 @@ def test_a_towers_operations_are_those_that_torch_counts(tmp_path: Path):
             tower(torch.randn(sum(patches), dims.tower.patch_size), grid_thw=torch.tensor(grid))
         assert dims.tower_flops(patches) == counter.get_total_flops()
     assert dims.train_flops(1.0, 5.0) == 18.0
-    assert replace(dims, trains_tower=False).train_flops(1.0, 5.0) == 8.0
+    frozen = replace(dims, tower=replace(dims.tower, is_trained=False))
+    assert frozen.train_flops(1.0, 5.0) == 8.0
     assert image_patches([None, {"image_grid_thw": torch.tensor([[1, 2, 6], [2, 4, 2]])}, {}]) == [12, 8, 8]
 
 
@@ -160,12 +168,43 @@ def test_pixels_in_bytes_are_those_in_floats(tmp_path: Path):
     assert torch.equal(*log_probs)
 
 
-def test_a_model_in_bf16_keeps_the_frequencies_of_its_tower(tmp_path: Path):
+def test_a_model_in_bf16_computes_with_the_frequencies_of_its_tower(tmp_path: Path):
     CASE.write_checkpoint(tmp_path)
+    expected = CASE.load_reference(tmp_path).model.visual.rotary_pos_emb.inv_freq
     with one_process_world():
         args = trainer.make_args(CASE, tmp_path, "--bf16")
         initialize.init(args)
         (chunk,) = trainer.load_model(args)
-        tower = next(module for name, module in chunk.named_modules() if name.endswith("vision_model"))
-    assert tower.rotary_pos_emb.inv_freq.dtype == torch.float32
+        tower = unwrap_model(chunk).vision_model
+        data = make_train_data(CASE.vocab_size, add_images=CASE.add_images)
+        trainer.response_log_probs(args, [chunk], trainer.prepare(args, data))
+    assert expected.dtype == torch.float32 and torch.equal(tower.rotary_pos_emb.inv_freq, expected)
     assert tower.patch_embed.proj.weight.dtype == torch.bfloat16
+
+
+def test_a_users_model_gets_the_pixels_of_all_samples_joined_as_floats(tmp_path: Path):
+    limits = torch.tensor([127.5, 127.5])
+    in_bytes = {"pixel_values": torch.tensor([[0], [255]], dtype=torch.uint8), "pixel_range": limits}
+    inputs = [
+        {**in_bytes, "image_grid_thw": torch.tensor([[1, 1, 2]])},
+        None,
+        {"pixel_values": torch.tensor([[0.5]]), "image_grid_thw": torch.tensor([[1, 1, 1]])},
+    ]
+    batch = {
+        "tokens": torch.zeros(1, 4), "packed_seq_params": None, "full_loss_masks": None,
+        "multimodal_train_inputs": inputs, "host_tokens": ["ids"] * 3,
+    }  # fmt: skip
+    model, theirs = torch.nn.Module(), JoinedInputs(Namespace())
+    vars(model)["transforms"] = [theirs]
+    theirs.after_build(model)
+    given = forward_arguments(model, batch)
+    assert given["pixel_values"].tolist() == [[-1.0], [1.0], [0.5]]
+    assert given["image_grid_thw"].tolist() == [[1, 1, 2], [1, 1, 1]]
+    assert "pixel_range" not in given and "images" not in given
+    assert "pixel_values" not in forward_arguments(model, {**batch, "multimodal_train_inputs": [None]})
+    theirs.after_build(object.__new__(GPTModel))
+    with pytest.raises(DataError, match="the trainer's model takes none"):
+        forward_arguments(model, batch)
+    CASE.write_checkpoint(tmp_path)
+    own = VisionTower(Namespace(hf_checkpoint=str(tmp_path))).arguments(batch)["images"]
+    assert own.inputs is inputs and own.sequences == ["ids"] * 3

@@ -1,0 +1,1 @@
+"""Vision towers: what a run has that trains on images in a model whose checkpoint has a tower."""

@@ -1,0 +1,65 @@
+"""Flags of the vision tower that a trainer has."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from slime.flags.group import FlagGroup
+from slime.flags.kinds import positive_float
+
+
+def add_vision_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the vision group to ``parser``."""
+    group = parser.add_argument_group("vision", "The tower that makes embeddings of images, in the trainer's model.")
+    group.add_argument(
+        "--train-vision-tower", action="store_true", help="Train the vision tower too, which is frozen otherwise."
+    )
+    group.add_argument(
+        "--vision-tower-lr-mult",
+        type=positive_float,
+        default=1.0,
+        help="Factor of the trained vision tower's learning rates: of --lr, --min-lr and all between them.",
+    )
+
+
+def derive_vision(args: Namespace) -> None:
+    """Say which parameters have other learning rates."""
+    if args.vision_tower_lr_mult != 1:
+        args.lr_factors["*vision_model.*"] = args.vision_tower_lr_mult
+
+
+def check_vision(args: Namespace) -> Iterator[str]:
+    """Yield one message for each way in which the factor cannot hold."""
+    factor = args.vision_tower_lr_mult
+    if factor != 1 and not args.train_vision_tower:
+        yield f"--vision-tower-lr-mult is {factor:g}, but the tower is frozen; give --train-vision-tower too."
+    if factor != 1 and args.lr_warmup_init:
+        yield (
+            f"--vision-tower-lr-mult is {factor:g} and --lr-warmup-init {args.lr_warmup_init:g}, from which all "
+            "parameters would warm up alike; drop one of them."
+        )
+
+
+def complete_vision(args: Namespace) -> None:
+    """Say whether the model has a tower, and of which sizes.
+
+    Raises:
+        ConfigError: as ``check_tower`` says.
+    """
+    if args.hf_checkpoint:
+        from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
+        from slime.ext.vision.checks import check_tower
+        from slime.ext.vision.towers import tower_of
+
+        config = read_hf_config(args.hf_checkpoint)
+        tower, vision = tower_of(args, config), config.get("vision_config")
+        if tower is not None and vision:
+            args.tower_dims = asdict(tower.dims(vision, is_trained=args.train_vision_tower))
+        args.has_own_tower = tower is not None and not args.custom_model_provider_path
+        check_tower(args, config)
+
+
+GROUP = FlagGroup(add_vision_arguments, derive=(derive_vision,), check=(check_vision,), complete=(complete_vision,))

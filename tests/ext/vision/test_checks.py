@@ -1,0 +1,65 @@
+"""Flags that do not go with the tower of a checkpoint, or with one that has none."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.ext.vision.checks import encoder_problems, tower_problems
+from tests.matrix.case import load_cases, read_config
+from tests.unit.backends.megatron_utils.megatron_case import parse
+
+
+@pytest.mark.parametrize(
+    ("split", "layers"),
+    [
+        ({"pipeline_model_parallel_size": 3}, 1),
+        ({"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}, 1),
+        ({"pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 2}, 1),
+        ({"pipeline_model_parallel_size": 2, "account_for_embedding_in_pipeline_split": True}, 1),
+        ({"virtual_pipeline_model_parallel_size": 3}, 1),
+        ({"decoder_last_pipeline_num_layers": 2}, None),  # of one stage, which another check refuses
+        ({"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 2}, None),
+        ({}, None),
+    ],
+)
+def test_layers_that_take_features_are_on_the_first_stage(
+    tmp_path: Path, split: dict[str, Any], layers: int | None
+) -> None:
+    case = load_cases(["qwen3_vl"])["qwen3_vl"]  # three layers, two take features
+    case.write_checkpoint(tmp_path)
+    args = parse(*case.flags(tmp_path), "--hf-checkpoint", str(tmp_path))
+    vars(args).update(split)
+    found = [problem.partition(";")[0] for problem in tower_problems(args, read_config(tmp_path))]
+    assert found == ([f"The first pipeline stage has {layers} layers"] if layers else [])
+
+
+def test_columns_of_videos_and_sound_are_refused_for_a_tower(tmp_path: Path) -> None:
+    case = load_cases(["glm4v"])["glm4v"]
+    case.write_checkpoint(tmp_path)
+    args = parse(*case.flags(tmp_path), "--hf-checkpoint", str(tmp_path))
+    args.multimodal_keys = {"video": "films", "image": "images", "audio": "sounds"}
+    (problem,) = tower_problems(args, read_config(tmp_path))
+    assert problem.startswith("--multimodal-keys has audio, video; the vision towers here")
+    args.custom_model_provider_path = "mine.provider"
+    assert not list(tower_problems(args, read_config(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("model", "is_refused"), [("", True), ("update_weights: false, ", False), ("model_path: /another, ", False)]
+)
+def test_encoders_hold_a_tower_that_stays_as_it_is(model: str, is_refused: bool, tmp_path: Path) -> None:
+    groups = "{worker_type: regular, num_gpus: 2}, {worker_type: encoder, num_gpus: 2}"
+    path = tmp_path / "engines.yaml"
+    path.write_text(f"sglang: [{{name: m, {model}server_groups: [{groups}]}}]")
+    args = Namespace(
+        sglang_config=str(path), hf_checkpoint="/folder", rollout_num_gpus_per_engine=2, debug_train_only=False,
+        train_vision_tower=True,
+    )  # fmt: skip
+    found = [problem.partition("and --")[2].partition(" ")[0] for problem in encoder_problems(args)]
+    assert found == (["train-vision-tower"] if is_refused else [])
+    args.train_vision_tower = False
+    assert not list(encoder_problems(args))
