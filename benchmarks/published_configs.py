@@ -403,6 +403,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 WITHOUT_A_FILE: dict[str, dict[str, Any]] = {
+    "kimi-k2.5": {"model_type": "kimi_k25", "text_config": PUBLISHED["kimi-k2-thinking"], "vision_config": {}},
     "qwen3-vl-2B": qwen3_vl("qwen3_vl", qwen3(28, 2048, 6144, 16, tied=True), 24, 1024, 4096),
     "qwen3-vl-8B": qwen3_vl("qwen3_vl", qwen3(36, 4096, 12288, 32, tied=False)),
     "smollm2-135M": shape(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published_configs import PUBLISHED
+from benchmarks.published_configs import PUBLISHED, WITHOUT_A_FILE
 from slime.ext.plan.command import complete_run
 from slime.ext.plan.make_plan import make_plan
 from slime.ext.plan.plan import Plan, PlanOptions, find_card
@@ -38,6 +38,12 @@ def test_a_recipe_is_legal_and_fits(name, tmp_path, caplog):
     assert plan.phases.train is not None and plan.phases.train < plan.card.memory
     if plan.engines:
         assert all(group.memory.kv_tokens > 10_000 for group in plan.engine_groups)
+
+
+def test_the_recipe_of_kimi_k25_has_the_sizes_of_its_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(WITHOUT_A_FILE["kimi-k2.5"]))
+    plan, problems = planned("run-kimi-k2.5.sh", tmp_path, "--hf-checkpoint", str(tmp_path))
+    assert problems == [] and round(plan.num_parameters / 1e9) == 1026
 
 
 def test_the_stages_of_glm_52_begin_where_the_document_says(tmp_path):
