@@ -77,10 +77,14 @@ def _table_json(table: Mapping[str, Any]) -> str:
     return f'  {{\n   "title": {title},\n   "columns": {columns},\n   "rows": [\n{rows}\n   ]\n  }}'
 
 
-def record(name: str, markdown: str, folder: Path = FOLDER, *, hardware: str = "") -> None:
+def record(name: str, markdown: str, folder: Path = FOLDER, *, hardware: str = "", part: str = "") -> None:
     """Replace tables and notes of an existing run with those of ``markdown``; the rest describes this machine, now.
 
     Tables whose titles ``markdown`` does not have stay.
+
+    Args:
+        part: what alone was measured.  Then rows that begin with other words stay too, and what describes their run;
+            a note says when and where this part was measured.
 
     Raises:
         FileNotFoundError: there is no such run; its title, group and command are written by hand first.
@@ -89,15 +93,32 @@ def record(name: str, markdown: str, folder: Path = FOLDER, *, hardware: str = "
     notes, tables = parse(markdown)
     new = {table["title"] for table in tables}
     kept = [table for table in run["tables"] if table["title"] not in new]
-    run |= {
-        "date": datetime.now(UTC).date().isoformat(),
-        "hardware": hardware or find_hardware(),
-        "versions": versions(),
-        "commit": commit(),
-        "notes": notes or run["notes"],
-        "tables": [*tables, *kept],
-    }
-    save(name, run, folder)
+    today, where = datetime.now(UTC).date().isoformat(), hardware or find_hardware()
+    if part:
+        old = {table["title"]: table for table in run["tables"]}
+        tables = [_with_rows(old[table["title"]], table) if table["title"] in old else table for table in tables]
+        told = [note for note in run["notes"] if not note.startswith(f"{part}: ")]
+        notes = [*told, f"{part}: measured on {today} on {where}, at {commit()}."]
+    else:
+        run |= {"date": today, "hardware": where, "versions": versions(), "commit": commit()}
+    save(name, run | {"notes": notes or run["notes"], "tables": [*tables, *kept]}, folder)
+
+
+def _with_rows(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the old table with the new one's rows in place of those that begin with the same word.
+
+    A row that is there alone keeps its cells of other columns.
+    """
+    columns = [*old["columns"], *(name for name in new["columns"] if name not in old["columns"])]
+    known: dict[Any, list[dict[str, Any]]] = {}
+    for row in old["rows"]:
+        known.setdefault(row[0], []).append(dict(zip(old["columns"], row, strict=True)))
+    for first in dict.fromkeys(row[0] for row in new["rows"]):
+        added = [dict(zip(new["columns"], row, strict=True)) for row in new["rows"] if row[0] == first]
+        before = known.get(first, [])
+        known[first] = [before[0] | added[0]] if len(before) == len(added) == 1 else added
+    rows = [[cells.get(name, "-") for name in columns] for group in known.values() for cells in group]
+    return {"title": old["title"], "columns": columns, "rows": rows}
 
 
 def parse(markdown: str) -> tuple[list[str], list[dict[str, Any]]]:

@@ -4,7 +4,7 @@
     python -m tests.matrix --family qwen3 --check gradients   # one check of one family, no layouts
     python -m tests.matrix --family glm5 --layout TP2         # one layout, no checks
     python -m tests.matrix --fast                             # what the suite runs
-    python -m tests.matrix --write-docs                       # and record the results
+    python -m tests.matrix --write-docs                       # and record the results; with --family, its rows
 
 The exit status is 1 when a cell fails, or when none was run.
 """
@@ -88,7 +88,8 @@ def main(argv: list[str] | None = None) -> int:
         everything = load_cases()
         flags = {name: (*layout.flags, *layout.loss_flags) for name, layout in LAYOUTS.items()}
         results = docs.result_tables(known, everything, FULL_FAMILIES, LAYOUTS)
-        docs.record({**results, **docs.reference_tables(everything, flags)})
+        part = ", ".join(cases) if options.family else ""
+        docs.record({**results, **docs.reference_tables(everything, flags)}, part)
     return int(not cells or not all(cell.passed for cell in cells))
 
 

@@ -51,9 +51,9 @@ def reference_tables(cases: Mapping[str, FamilyCase], flags: Mapping[str, Sequen
     }
 
 
-def record(tables: Mapping[str, str]) -> None:
-    """Replace the tables of benchmarks/results/matrix.json."""
-    results_page.record("matrix", "\n\n".join(f"## {name}\n\n{table}" for name, table in tables.items()))
+def record(tables: Mapping[str, str], part: str) -> None:
+    """Replace the tables of benchmarks/results/matrix.json, or the rows of ``part``, names of families."""
+    results_page.record("matrix", "\n\n".join(f"## {name}\n\n{table}" for name, table in tables.items()), part=part)
 
 
 def _places(cells: Iterable[Cell], kind: str) -> Places:

@@ -4,7 +4,7 @@
     python -m tests.push_matrix --full                            # every family that SGLang can build on a CPU
     python -m tests.push_matrix --family qwen3 --layout TP2 --mode mixed
     python -m tests.push_matrix --fast                            # what the suite runs
-    python -m tests.push_matrix --write-docs                      # and record the results
+    python -m tests.push_matrix --write-docs                      # and record the results; with --family, its rows
 
 A cell is two pushes from a Megatron trainer on gloo ranks into SGLang's own model classes, one process for each engine
 rank.  It is OK when the engine's parameters, digested under its own names, are those that SGLang's own loader makes of
@@ -83,7 +83,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
     if options.write_docs:
-        results_page.record("push_matrix", f"## pushes\n\n{text}")
+        part = ", ".join(cases) if options.family else ""
+        results_page.record("push_matrix", f"## pushes\n\n{text}", part=part)
     return int(not cells or bool(failed))
 
 

@@ -40,3 +40,16 @@ def test_a_new_measurement_replaces_its_table_and_keeps_the_others(folder):
     run = results_page.load(folder)["run"]
     assert [table["title"] for table in run["tables"]] == ["new", "kept"]
     assert run["hardware"] == "another machine" and run["notes"] == ["A note."]
+
+
+def test_a_part_that_is_measured_again_replaces_its_rows_alone(folder):
+    table = {"title": "kept", "columns": ["a", "b"], "rows": [["x", 1], ["y", 2], ["z", 3], ["z", 4]]}
+    results_page.save("run", {**RUN, "tables": [table]}, folder)
+    for _ in range(2):  # its note is there once
+        text = "## kept\n\n| a | c |\n|---|---|\n| y | 5 |\n| z | 6 |\n| new | 7 |\n"
+        results_page.record("run", text, folder, hardware="another machine", part="y")
+    run = results_page.load(folder)["run"]
+    rows = [["x", 1, "-"], ["y", 2, 5], ["z", "-", 6], ["new", "-", 7]]
+    assert run["tables"] == [{"title": "kept", "columns": ["a", "b", "c"], "rows": rows}]
+    assert run["hardware"] == "a machine" and len(run["notes"]) == 2
+    assert "y: measured on" in run["notes"][1] and "another machine" in run["notes"][1]
