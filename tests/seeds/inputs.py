@@ -63,6 +63,8 @@ def write_model(folder: Path, family: str, sizes: dict[str, Any], *, weight_std:
     case.write_checkpoint(folder, seed=3)
     tensors = matrix.read_tensors(folder)
     for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            continue
         if tensor.dim() > 1:
             tensor *= weight_std / matrix.WEIGHT_STD
         if not name.endswith(matrix.FP32_IN_BF16_CHECKPOINTS):
