@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from slime.flags.config import backend_flags, read_config
 from slime.flags.group import FlagGroup, flag_of
 from slime.flags.kinds import file_path, http_url, non_negative_int, port_number, positive_float, positive_int
 
+logger = logging.getLogger(__name__)
+
+ASKS_TEACHER = "slime.rollout.on_policy_distillation.reward_func"
 ONLY_TEACHER = ""
 """Name of the teacher of a run with one."""
 
@@ -141,9 +145,21 @@ def check_distillation(args: Namespace) -> Iterator[str]:
                     f"{flag_of(flag)} is {getattr(args, flag)}, but with --opd-type sglang the teacher's "
                     "server loads it; drop the flag, or use --opd-type megatron."
                 )
-        own = "slime.rollout.on_policy_distillation.reward_func"
-        if args.custom_rm_path == own and args.rm_url is None and args.opd_teachers is None:
-            yield f"--custom-rm-path {own} asks the teacher at --rm-url, which is not given."
+        if args.custom_rm_path == ASKS_TEACHER and args.rm_url is None and args.opd_teachers is None:
+            yield f"--custom-rm-path {ASKS_TEACHER} asks the teacher at --rm-url, which is not given."
+
+
+def advise_distillation(args: Namespace) -> None:
+    """Log that student and teacher are compared under different distributions."""
+    is_asked = args.use_opd and args.opd_type == "sglang" and args.custom_rm_path == ASKS_TEACHER
+    if is_asked and (args.rollout_temperature, args.rollout_top_p) != (1.0, 1.0):
+        logger.warning(
+            "--opd-type sglang: a server scores tokens at temperature 1 and top-p 1, the student's log-probs are "
+            "those of --rollout-temperature %g and --rollout-top-p %g, so that a teacher pulls where both agree. "
+            "Make both 1, or use --opd-type megatron.",
+            args.rollout_temperature,
+            args.rollout_top_p,
+        )
 
 
 def _check_teachers(entries: list[str], kind: str | None) -> Iterator[str]:
@@ -239,6 +255,7 @@ GROUP = FlagGroup(
     derive=(derive_distillation,),
     once=(derive_distillation,),
     check=(check_distillation,),
+    advise=(advise_distillation,),
     needs=(
         *((name, "use_opd", "it is about the teacher") for name in _OF_TEACHERS),
         ("opd_teacher_key", "opd_teachers", "it chooses among several"),

@@ -72,3 +72,12 @@ def test_the_trainer_keeps_each_teacher_beside_the_actor(command: list[str], mod
         for name in ("math", "code")
     )
     assert args.named_columns == {"teacher_names": "task"} and len(args.advantage_terms) == 1
+
+
+@pytest.mark.parametrize(("words", "is_said"), [((), False), (("--rollout-temperature", "0.7"), True)])
+def test_a_student_at_another_temperature_than_the_teachers_server_is_said(
+    command: list[str], caplog: pytest.LogCaptureFixture, words: tuple[str, ...], is_said: bool
+) -> None:
+    asks = ("--use-opd", "--opd-type", "sglang", "--rm-url", "http://a/generate", "--custom-rm-path")
+    validated(*command, *asks, f"{DISTILLATION}.reward_func", *words)
+    assert ("a server scores tokens at temperature 1" in caplog.text) == is_said
