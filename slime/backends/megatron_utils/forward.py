@@ -113,11 +113,11 @@ def needs_old_log_probs(args: Namespace, num_steps: int) -> bool:
     """Return True when the first forward pass of ``num_steps`` steps gives the old log-probs too late, or others.
 
     With the engine's log-probs as the old ones (``--use-rollout-logprobs``) only a comparison with the trainer's needs
-    them.  Otherwise the pass is skipped when the forward pass of the only optimizer step gives the same numbers and
-    nothing reads them before that step.
+    them, or the entropy that the pass computes as well.  Otherwise the pass is skipped when the forward pass of the
+    only optimizer step gives the same numbers and nothing reads them before that step.
     """
     if args.use_rollout_logprobs:
-        return args.get_mismatch_metrics or applies_correction(args)
+        return args.get_mismatch_metrics or args.use_rollout_entropy or applies_correction(args)
     return next(readers_of_old_log_probs(args, num_steps), None) is not None
 
 

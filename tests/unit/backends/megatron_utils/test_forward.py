@@ -73,12 +73,13 @@ def test_the_pass_is_made_for_each_of_its_readers(overrides):
     assert len(list(readers_of_old_log_probs(Namespace(**PLAIN | overrides), 1))) == 1
 
 
-def test_with_the_engines_log_probs_only_a_comparison_with_the_trainers_needs_it():
+def test_with_the_engines_log_probs_only_a_comparison_with_the_trainers_or_the_entropy_needs_it():
     engine = {"use_rollout_logprobs": True}
     for overrides in (*KEEPS_IT_SKIPPED, *NEEDS_IT):
-        if not overrides.keys() & {"use_tis", "get_mismatch_metrics"}:
+        if not overrides.keys() & {"use_tis", "get_mismatch_metrics", "use_rollout_entropy"}:
             assert not needed(engine | overrides, num_steps=3)
     assert needed(engine | {"get_mismatch_metrics": True})
+    assert needed(engine | {"use_rollout_entropy": True})
     assert needed(engine | {"use_rs": True}), "MIS that rejects without weights"
 
 
