@@ -15,7 +15,7 @@ from slime.algorithms.advantages import ESTIMATORS, GroupConfig, get_estimator
 from slime.algorithms.kl import KL_KINDS
 from slime.algorithms.policy_losses import CISPO
 from slime.algorithms.registry import Registry
-from slime.flags.group import FlagGroup
+from slime.flags.group import FlagGroup, flag_of
 from slime.flags.kinds import RegistryChoices, fraction, non_negative_float, non_negative_int, positive_int
 from slime.flags.rollout import OWN_ROLLOUTS
 
@@ -276,6 +276,14 @@ def advise_algorithm(args: Namespace) -> None:
             args.kl_coef,
             args.advantage_estimator,
         )
+    is_compared = args.get_mismatch_metrics or vars(args).get("use_rs", False)
+    if args.keep_old_actor and args.use_rollout_logprobs and not is_compared:
+        logger.warning(
+            "--keep-old-actor has no effect with --use-rollout-logprobs: the engine's are the old log-probs."
+        )
+    for name in ("use_kl_loss", "entropy_coef", "use_tis", "use_opsm") if args.loss_type == "sft_loss" else ():
+        if getattr(args, name):
+            logger.warning("%s has no effect with --loss-type sft_loss.", flag_of(name))
     if estimator.policy_loss is CISPO and args.eps_clip_c is not None:
         logger.warning("--eps-clip-c has no effect on CISPO, whose weights are bounded from both sides already.")
     if estimator.policy_loss is CISPO and args.eps_clip < 1:

@@ -26,10 +26,9 @@ from slime.flags.words import NO_LENGTH
 logger = logging.getLogger(__name__)
 
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
-OWN_ROLLOUTS = (
-    "slime.rollout.sglang_rollout.generate_rollout",
-    "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
-)
+DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+OWN_ROLLOUTS = (DEFAULT_ROLLOUT, FULLY_ASYNC)
 """Rollout functions that take ``--n-samples-per-prompt`` answers and grade them with ``--rm-type``."""
 
 
@@ -93,7 +92,7 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--mask-offpolicy-in-partial-rollout",
         action="store_true",
-        help="Exclude tokens that an earlier policy generated from the loss.",
+        help="Exclude tokens of an earlier policy from the loss, in groups that a later rollout continues.",
     )
     group.add_argument(
         "--max-staleness",
@@ -213,18 +212,20 @@ def check_rollouts(args: Namespace) -> Iterator[str]:
 
 def check_rollout_functions(args: Namespace) -> Iterator[str]:
     """Yield one message for each rollout function that cannot work with the other flags."""
-    path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
-    default = "slime.rollout.sglang_rollout.generate_rollout"
-    if args.eval_function_path == path and args.eval_datasets and not args.debug_train_only:
-        yield (f"--eval-function-path is {path}, which cannot evaluate; give --eval-function-path {default}.")
-    if args.group_rm and args.eval_function_path == default and args.eval_datasets and not args.debug_train_only:
+    evaluation = args.eval_function_path if args.eval_datasets and not args.debug_train_only else None
+    if evaluation == FULLY_ASYNC:
+        yield (
+            f"--eval-function-path is {FULLY_ASYNC}, which cannot evaluate; give --eval-function-path "
+            f"{DEFAULT_ROLLOUT}."
+        )
+    if evaluation == DEFAULT_ROLLOUT and args.group_rm:
         yield (
             "--group-rm grades the answers to a prompt together, an evaluation each by itself: drop --eval-config, "
             "--eval-prompt-data and --eval-interval, or give a function of your own as --eval-function-path."
         )
-    if args.rollout_function_path == path and args.offload_rollout:
+    if args.rollout_function_path == FULLY_ASYNC and args.offload_rollout:
         yield (
-            f"--rollout-function-path {path} keeps requests in flight while the trainer works, so the engines "
+            f"--rollout-function-path {FULLY_ASYNC} keeps requests in flight while the trainer works, so the engines "
             "cannot be offloaded: drop --colocate and --offload-rollout, and use train_async.py."
         )
     forge = "slime.rollout.forge_load.generate_rollout"
@@ -241,17 +242,23 @@ def check_rollout_functions(args: Namespace) -> Iterator[str]:
         )
 
 
-def advise_length_of_the_run(args: Namespace) -> None:
-    """Log that one of two lengths does not count."""
+def advise_rollouts(args: Namespace) -> None:
+    """Log settings of rollouts that do not count."""
     if args.num_rollout is not None and args.num_epoch is not None:
         logger.warning("--num-rollout %d takes precedence over --num-epoch %d.", args.num_rollout, args.num_epoch)
+    if args.rollout_function_path == FULLY_ASYNC and args.over_sampling_batch_size > args.rollout_batch_size:
+        logger.warning(
+            "--over-sampling-batch-size %d has no effect with --rollout-function-path %s, which fills the engines.",
+            args.over_sampling_batch_size,
+            FULLY_ASYNC,
+        )
 
 
 GROUP = FlagGroup(
     add_rollout_arguments,
     derive=(derive_lengths,),
     check=(check_rollouts, check_rollout_functions),
-    advise=(advise_length_of_the_run,),
+    advise=(advise_rollouts,),
     needs=(
         ("mask_offpolicy_in_partial_rollout", "partial_rollout", "it masks what partial rollouts carry over"),
         ("stale_group_policy=mask", "max_staleness", "that says what is stale"),

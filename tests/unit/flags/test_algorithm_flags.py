@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 
@@ -13,6 +14,7 @@ from slime.flags.kinds import RegistryChoices
 from slime.flags.parse import slime_validate_args
 from slime.utils.errors import ConfigError, HookError
 
+FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 RLOO = "examples.custom_estimator.rloo.rloo"
 
 
@@ -77,7 +79,19 @@ def test_a_kl_coefficient_that_no_advantage_sees_is_said_to_do_nothing(make_args
     assert "--kl-coef 0.1 is logged, but takes no part in the advantages of --advantage-estimator grpo" in caplog.text
 
 
-def test_dual_clip_of_cispo_is_said_to_do_nothing(make_args, caplog):
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (("--advantage-estimator", "cispo", "--eps-clip", "1", "--eps-clip-c", "3"), "--eps-clip-c"),
+        (("--keep-old-actor", "--use-rollout-logprobs"), "--keep-old-actor"),
+        (("--loss-type", "sft_loss", "--use-kl-loss"), "--use-kl-loss"),
+        (
+            ("--rollout-function-path", FULLY_ASYNC, "--over-sampling-batch-size", "64"),
+            "--over-sampling-batch-size 64",
+        ),
+    ],
+)
+def test_a_flag_that_does_nothing_beside_another_is_named(make_args, caplog, words, flag):
     with caplog.at_level(logging.WARNING):
-        slime_validate_args(make_args("--advantage-estimator", "cispo", "--eps-clip", "1", "--eps-clip-c", "3"))
-    assert "--eps-clip-c has no effect" in caplog.text
+        slime_validate_args(make_args(*words))
+    assert re.search(rf"{flag}( 64)? has no effect", caplog.text)
