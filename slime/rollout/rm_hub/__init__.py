@@ -3,7 +3,7 @@
 
 The first of these decides: ``sample.custom_rm_path``, ``--custom-rm-path``, ``sample.metadata["rm_type"]``,
 ``--rm-type``.  A type with the prefix ``boxed_`` grades the last boxed answer instead of the whole response.
-Built-in graders read the response without the model's end tokens; a function of the user gets the sample as it is.
+Built-in graders read the response without the model's end tokens; a function or a server of the user gets it as it is.
 Every grading has a deadline; ``policy`` handles those that fail.
 """
 
@@ -93,7 +93,8 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
     async def grade() -> list[Any]:
         if path:
             return [await _call_custom(config, path, args, sample, **kwargs)]
-        ends = _end_tokens(config.hf_checkpoint, trusts_remote_code(args)) if config.hf_checkpoint else ()
+        strips = config.hf_checkpoint and rm_type != "remote_rm"
+        ends = _end_tokens(config.hf_checkpoint, trusts_remote_code(args)) if strips else ()
         return [await _grade(args, _without_end(sample, ends), rm_type, config.rm_timeout_s)]
 
     # A built-in grader whose reward lacks the entry wanted does so every time: a mistake of the flags.

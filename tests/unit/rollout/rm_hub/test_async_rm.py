@@ -86,23 +86,18 @@ def test_no_built_in_grader_reads_the_end_tokens_of_the_model(model, rm_type, re
     assert sample.response == response + end
 
 
-@pytest.mark.parametrize("rm_type", ["ifbench", "remote_rm", "gym"])
+@pytest.mark.parametrize("rm_type", ["ifbench", "gym"])
 def test_what_grades_elsewhere_gets_the_text_without_end_tokens(model, rm_type, monkeypatch):
     """A closing tag is a part of the answer, even as a special token."""
     asked: list[str] = []
     monkeypatch.setitem(rm_hub._GRADERS, "ifbench", lambda sample: asked.append(sample.response))
     monkeypatch.setattr(rm_hub, "score_gym", lambda sample, is_unsafe: asked.append(sample.response))
-
-    async def remote(args: Namespace, sample: Sample) -> None:
-        asked.append(sample.response)
-
-    monkeypatch.setattr(rm_hub, "remote_rm", remote)
     sample = Sample(response="</s> <answer>3 </answer><|eot|>\n")
     asyncio.run(async_rm(args(rm_type=rm_type, hf_checkpoint=model), sample))
     assert asked == ["</s> <answer>3 </answer>"]
 
 
-def test_a_function_of_the_user_gets_the_sample_as_it_is(model, monkeypatch):
+def test_a_function_or_server_of_the_user_gets_the_sample_as_it_is(model, monkeypatch):
     async def same(args: Namespace, sample: Sample, **kwargs: Any) -> float:
         assert sample is given
         return 0.5
@@ -110,6 +105,8 @@ def test_a_function_of_the_user_gets_the_sample_as_it_is(model, monkeypatch):
     monkeypatch.setattr("slime.rollout.rm_hub.load_function", lambda path: same)
     given = Sample(response="Paris<|eot|>")
     assert asyncio.run(async_rm(args(custom_rm_path="mine.same", hf_checkpoint=model), given)) == 0.5
+    monkeypatch.setattr(rm_hub, "remote_rm", same)
+    assert asyncio.run(async_rm(args(rm_type="remote_rm", hf_checkpoint=model), given)) == 0.5
 
 
 @pytest.mark.parametrize("rm_type", [None, "maths", "boxed_maths"])
