@@ -44,21 +44,25 @@ def check_vision(args: Namespace) -> Iterator[str]:
 
 
 def complete_vision(args: Namespace) -> None:
-    """Say whether the model has a tower, and of which sizes.
+    """Say whether the model has a tower, and of which sizes; what knows of towers is imported only where one may be.
 
     Raises:
         ConfigError: as ``check_tower`` says.
     """
-    if args.hf_checkpoint:
-        from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
-        from slime.ext.vision.checks import check_tower
-        from slime.ext.vision.towers import tower_of
+    from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 
-        config = read_hf_config(args.hf_checkpoint)
-        tower, vision = tower_of(args, config), config.get("vision_config")
-        if tower is not None and vision:
-            args.tower_dims = asdict(tower.dims(vision, is_trained=args.train_vision_tower))
-        args.has_own_tower = tower is not None and not args.custom_model_provider_path
+    args.has_own_tower = False
+    config = read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else {}
+    vision = config.get("vision_config")
+    if not (vision or args.train_vision_tower or args.multimodal_keys):
+        return
+    from slime.ext.vision.checks import check_tower
+    from slime.ext.vision.towers import tower_of
+
+    if (tower := tower_of(args, config)) is not None and vision:
+        args.tower_dims = asdict(tower.dims(vision, is_trained=args.train_vision_tower))
+        args.has_own_tower = not args.custom_model_provider_path
+    if config:
         check_tower(args, config)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,18 @@ import pytest
 from slime.ext.vision.checks import encoder_problems, tower_problems
 from tests.matrix.case import load_cases, read_config
 from tests.unit.backends.megatron_utils.megatron_case import parse
+
+
+def test_a_run_on_text_imports_nothing_of_towers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("checks", "images", "towers", "transform"):
+        monkeypatch.setitem(sys.modules, f"slime.ext.vision.{name}", None)  # importing it is an error
+    for name, is_text in (("qwen3", True), ("qwen3_vl", False)):
+        case = load_cases([name])[name]
+        case.write_checkpoint(tmp_path / name)
+        flags = (*case.flags(tmp_path / name), "--hf-checkpoint", str(tmp_path / name))
+        with nullcontext() if is_text else pytest.raises(ImportError):
+            args = parse(*flags)
+    assert not args.has_own_tower and args.tower_dims is None
 
 
 @pytest.mark.parametrize(

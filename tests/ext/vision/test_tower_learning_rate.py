@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
 from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils import initialize

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
-from torch.utils.flop_counter import FlopCounterMode
 
 from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.data import forward_arguments
