@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 
 from slime.ext.record.run_reader import Run, read_samples
 from slime.ext.record.sample_record import rollout_of
+from slime.flags.rollout import FULLY_ASYNC
 
 MAX_ANSWERS = 64
 DIFFERENCES = (0.0, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
@@ -66,13 +67,26 @@ def read_rollouts(run: Run) -> list[Rollout]:
         paths = (path, *trained.get(rollout_of(path), ()))
         if (stamps := _stamps(paths)) and (rollout := _rollout_of(paths, stamps, clip)) is not None:
             found.append(rollout)
-    interval = int(run.value("update_weights_interval", 1))
-    newest, since = None, 0
-    for rollout in found:
-        version = rollout.figures.get("samples/newest_version")
-        since = since + 1 if version is not None and version == newest else 0
-        newest = version
-        rollout.figures["samples/late_pushes"] = max(0, since + 1 - interval)
+    newest = [rollout.figures.get("samples/newest_version") for rollout in found]
+    for rollout, late in zip(found, late_pushes(newest, per_version=_rollouts_a_version(run))):
+        rollout.figures["samples/late_pushes"] = late
+    return found
+
+
+def _rollouts_a_version(run: Run) -> float:
+    """Return how many rollouts in a row one version may answer: till the next push, and as many as may lie ready."""
+    staleness = run.value("max_staleness", None)
+    if staleness is None:
+        staleness = math.inf if str(run.value("rollout_function_path", "")) == FULLY_ASYNC else 0
+    return float(run.value("update_weights_interval", 1)) * (1 + staleness)
+
+
+def late_pushes(newest: Sequence[int | None], *, per_version: float) -> list[float]:
+    """Return by how many rollouts the newest version of each rollout has answered longer than it may."""
+    found, since = [], 0
+    for before, version in zip((None, *newest), newest):
+        since = since + 1 if version is not None and version == before else 0
+        found.append(max(0.0, since + 1 - per_version))
     return found
 
 

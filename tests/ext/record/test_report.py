@@ -27,7 +27,7 @@ from slime.utils.types import Sample
 from tests.ext.record import recording
 from tests.ext.record.prepared_runs import FAULT_STEP, FAULTS, write_prepared_run
 from tools import diff, replay_plan, report, runs, watch
-from tools.report_samples import read_rollouts
+from tools.report_samples import late_pushes, read_rollouts
 
 HOSTILE = (
     "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"> \u202e\x07\ud800"
@@ -227,6 +227,12 @@ def test_figures_of_a_rollout_are_over_all_of_its_samples(tmp_path):
     assert figures["ratio/max"] == pytest.approx(1.5) and figures["outside_clip"] == pytest.approx(7 / 8)
     assert figures["difference/high"] < 0.7 and sum(rollout.differences) == pytest.approx(1)
     assert rollout.rates == pytest.approx({"fast:1": 4.0, "slow:1": 0.25}) and figures["slowest_engine"] == "slow:1"
+
+
+def test_a_version_is_overdue_once_it_has_answered_more_rollouts_than_it_may():
+    assert late_pushes([1, 2, 3, 3, 3, 3, 4], per_version=1) == [0, 0, 0, 1, 2, 3, 0]
+    assert late_pushes([1, 1, 1, 3, 3, 3, 3], per_version=3) == [0, 0, 0, 0, 0, 0, 1]
+    assert late_pushes([None, None, 1], per_version=1) == [0, 0, 0]
 
 
 def record_evaluations(folder) -> None:
