@@ -82,11 +82,11 @@ def plain_weights_of(folder: str | Path) -> PlainWeights | None:
     if plain is None and (config.get("vision_config") or config.get("audio_config")):
         raise ConfigError(
             f"{folder} is a {config.get('model_type')}, whose tower would be quantized with the language model: no "
-            "family of slime/backends/megatron_utils/models has its names. Convert a folder without a tower."
+            "family of slime_plugins/models has its names. Convert a folder without a tower."
         )
     if plain is None:
         logger.warning(
-            "no family of slime/backends/megatron_utils/models is a %s: every matrix is quantized but the embeddings, "
+            "no family of slime_plugins/models is a %s: every matrix is quantized but the embeddings, "
             "lm_head and routers; see that engines hold no other in a plain linear layer", config.get("model_type"),
         )  # fmt: skip
     return plain

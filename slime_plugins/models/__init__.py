@@ -1,3 +1,25 @@
-"""Models that the trainer loads by path (--spec), not by import."""
+"""Model families: a file, or a folder of which these files are looked for by name, and nothing else names one.
+
+family.py         what defines ``FAMILIES`` (``slime.backends.megatron_utils.models``); imports no Megatron, no SGLang
+layers.py         what ``--spec`` names by the folder: the layers, where megatron-core's options do not describe them
+sglang_hooks.py   what it mends in SGLang (``slime.backends.sglang_utils.family_hooks``)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import slime.backends.megatron_utils  # noqa: F401  # before any model imports megatron.core
+
+
+def names_of_layers(folder: str) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a family's folder: it has the names of ``layers.py``, imported with the first."""
+
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {folder!r} has no attribute {name!r}")
+        return getattr(import_module(f"{folder}.layers"), name)
+
+    return get

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from slime_plugins.models.qwen3_5 import check_stages
-from slime_plugins.models.qwen3_5 import get_qwen3_5_spec as get_qwen3_5_vl_model_provider
+from slime_plugins.models.qwen3_5.layers import check_stages
+from slime_plugins.models.qwen3_5.layers import get_qwen3_5_spec as get_qwen3_5_vl_model_provider
 
 __all__ = ["check_stages", "get_qwen3_5_vl_model_provider"]

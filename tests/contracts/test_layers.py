@@ -40,6 +40,7 @@ FENCES = {  # library -> who may import it
         "slime.rollout.parsing",
         "slime.backends.megatron_utils.sglang",
         "slime.backends.megatron_utils.alignment",
+        "slime_plugins.models",
     ),
     "sglang_router": ("slime.backends.sglang_utils",),
     "wandb": ("slime.ext.trackers",),
@@ -67,8 +68,7 @@ FAMILY = re.compile(
 )
 """Names of model families, which the core knows by their tables alone."""
 KNOWS_FAMILIES = {  # file or folder of the core -> why
-    "slime/backends/megatron_utils/models": "the families",
-    "slime/backends/sglang_utils/family_hooks": "the families, for engines",
+    "slime/backends/megatron_utils/models/flag_rules.py": "rope types of config.json",
     "slime/backends/sglang_utils/cpu_shim": "names of SGLang's modules and kernels, and of transformers'",
     "slime/flags/data.py": "public: values of --loss-mask-type",
     "slime/flags/historical.py": "public: flags of the original",
@@ -206,7 +206,7 @@ def test_tests_of_the_core_need_no_extension(tmp_path):
 
 def test_the_check_finds_a_family_in_code_and_not_in_prose(tmp_path):
     write(tmp_path / "slime/ray/job.py", '"""As GLM-4 has it."""\nif kind.startswith("gemma"):\n    pass\n')
-    write(tmp_path / "slime/backends/megatron_utils/models/glm4.py", 'KIND = "glm4"\n')
+    write(tmp_path / "slime_plugins/models/glm4/family.py", 'KIND = "glm4"\n')
     assert families_in_the_core(tmp_path) == ["slime/ray/job.py:2 gemma"]
 
 

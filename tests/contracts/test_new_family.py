@@ -28,7 +28,7 @@ FAMILIES = (
     ModelFamily(
         model_types=("acme",),
         weight_map=WeightMap(family="Acme", top=TOP, layer=(*NORMS, SHIFT, *ATTENTION, *MLP)),
-        spec="slime.backends.megatron_utils.models.acme.layers get_acme_spec",
+        spec="slime_plugins.models.acme.layers get_acme_spec",
         dims=lambda args, config: {"own_parameters": args.hidden_size},
         sizes={"mlp_width": "ffn_hidden_size"},
         engine_hides_experts=True,
@@ -67,7 +67,7 @@ def get_acme_spec(args, config, vp_stage=None):
     ]
     return block
 '''
-FOLDER = "slime/backends/megatron_utils/models/acme"
+FOLDER = "slime_plugins/models/acme"
 
 PROGRAM = """
 import json, sys
@@ -110,7 +110,7 @@ def refusal(*flags):
     except ConfigError as error:
         return str(error)
 
-spec = "slime.backends.megatron_utils.models.acme.layers get_acme_spec"
+spec = "slime_plugins.models.acme.layers get_acme_spec"
 found_spec = parse(*model_flags).spec
 model_flags += ["--spec", *spec.split()]
 args = parse(*model_flags)
@@ -140,11 +140,11 @@ print(json.dumps({
 
 
 def test_a_family_with_layers_of_its_own_is_one_folder(tmp_path):
-    copy_by_links(REPO / "slime", tmp_path / "slime", {REPO / FOLDER})
+    copy_by_links(REPO / "slime_plugins", tmp_path / "slime_plugins", {REPO / FOLDER})
     (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / "__init__.py").write_text(FAMILY)
+    (tmp_path / FOLDER / "family.py").write_text(FAMILY)
     (tmp_path / FOLDER / "layers.py").write_text(LAYERS)
-    for folder in ("tests", "slime_plugins"):
+    for folder in ("tests", "slime"):
         (tmp_path / folder).symlink_to(REPO / folder)
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
@@ -154,7 +154,7 @@ def test_a_family_with_layers_of_its_own_is_one_folder(tmp_path):
     assert "model.layers.2.input_layernorm.shift" in found["names"]
     assert found["names"] == found["expected"]
     assert found["differ"] == []
-    assert found["found_spec"] == ["slime.backends.megatron_utils.models.acme.layers", "get_acme_spec"]
+    assert found["found_spec"] == ["slime_plugins.models.acme.layers", "get_acme_spec"]
     assert "--ffn-hidden-size is 56; mlp_width is 57" in found["another_width"]
     assert found["planned"] == found["parameters"]
     assert found["notes"] == []

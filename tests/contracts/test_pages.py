@@ -22,8 +22,8 @@ FLAG = re.compile(r"(?<![\w-])--[a-z0-9][a-z0-9-]*")
 
 OF_EXAMPLES = {
     "slime/algorithms/advantages/step_rewards.py",
-    "slime/backends/megatron_utils/models/acme/__init__.py",
-    "slime/backends/megatron_utils/models/acme/layers.py",
+    "slime_plugins/models/acme/family.py",
+    "slime_plugins/models/acme/layers.py",
 }
 """Files that the commits of CONTRIBUTING.md add."""
 BUILT = {"docs/results.md", "docs/api.md"}

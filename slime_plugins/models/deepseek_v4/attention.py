@@ -29,7 +29,6 @@ from slime.backends.megatron_utils.layers.attention import PackedAttention
 from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLinear
 from slime.backends.megatron_utils.layers.norm import Norm
 from slime.backends.megatron_utils.layers.rotary import LatentRotary, RotaryTables, kept_on
-from slime.backends.megatron_utils.models.deepseek_v4 import V4Layers
 from slime_plugins.models.deepseek_v4.compression import (
     Compressor,
     EntryIndexer,
@@ -37,6 +36,7 @@ from slime_plugins.models.deepseek_v4.compression import (
     PackedEntries,
     turn_last,
 )
+from slime_plugins.models.deepseek_v4.family import V4Layers
 from slime_plugins.models.glm5.attention import LatentUpProjection
 from slime_plugins.models.glm5.indexer import PackedStream
 from slime_plugins.models.glm5.sparse_attention import sparse_attention

@@ -73,7 +73,8 @@ class PackedEntries:
             (position + 1) // rate,
         )  # fmt: skip
         sequences = zip(cu[:-1].tolist(), cu[1:].tolist(), first.tolist(), counts.tolist(), strict=True)
-        return cls(rate, *(x.to(cu_seqlens.device) for x in tensors), tuple(sequences))
+        tokens, before, positions, first_T, seen_T = (x.to(cu_seqlens.device) for x in tensors)
+        return cls(rate, tokens, before, positions, first_T, seen_T, tuple(sequences))
 
     @classmethod
     def of(cls, packed_seq_params: Any, rate: int) -> PackedEntries:

@@ -21,10 +21,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, get_block_spec
 from slime.backends.megatron_utils.models import family_of
-from slime.backends.megatron_utils.models.index_sharing import index_sharing
 from slime.utils import env
 from slime.utils.errors import ConfigError
 from slime_plugins.models.glm5.attention import sparse_attention_spec
+from slime_plugins.models.glm5.index_sharing import index_sharing
 from slime_plugins.models.glm5.indexer import IndexerSettings
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.layers.products import experts_linear
-from slime.backends.megatron_utils.models.qwen3_next import merge_gated_qkv
 from slime.ext.low_precision import fp8_linear
 from slime.ext.low_precision.fp8_linear import Fp8Product, Rows, qkv_rows, rounded
 from slime.weights.quantize.block_fp8 import quantize_block
+from slime_plugins.models.qwen3_next.family import merge_gated_qkv
 from tests.matrix import trainer
 from tests.matrix.batch import make_train_data
 from tests.matrix.case import load_cases

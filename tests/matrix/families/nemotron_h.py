@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.integrations import hub_kernels
 
-from slime.backends.megatron_utils.models.nemotron_h import KINDS
+from slime_plugins.models.nemotron_h.family import KINDS
 from tests.matrix.case import (
     FamilyCase,
     Tensors,

@@ -19,7 +19,7 @@ from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.utils.errors import ConfigError
 from slime.weights.quantize import make_quantizer
 from slime.weights.quantize.formats import is_quantized_offline
-from slime_plugins.models.minimax_m2 import AllHeadsNorm
+from slime_plugins.models.minimax_m2.layers import AllHeadsNorm
 from tests.matrix.families.minimax_m2 import CASE
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 from tests.unit.scripts.test_model_files import model_args

@@ -1,7 +1,7 @@
-"""The model families, one file or folder each: everything that slime knows of a family.
+"""The registry of model families, and what their tables are made of.
 
-A file or folder that defines ``FAMILIES`` is registered by being here; nothing else names it.  A process imports those
-files alone that say the name it asks for.
+A family is a file of ``slime_plugins.models``, or ``family.py`` of a folder there, that defines ``FAMILIES``: being
+there registers it.  A process imports those files alone that say the name it asks for.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.utils.errors import ConfigError
 from slime.utils.files import read_model_type
+from slime.weights.family_files import family_files
 
 if TYPE_CHECKING:
     from slime.weights.quantize.formats import PlainWeights
@@ -25,10 +26,7 @@ if TYPE_CHECKING:
 @cache
 def _texts() -> dict[str, str]:
     """Return what each file that declares families says, by the name of its module, which is not imported."""
-    home = Path(__file__).parent
-    paths = sorted({*home.glob("*.py"), *home.glob("*/__init__.py")} - {Path(__file__)})
-    modules = {".".join((__name__, *path.relative_to(home).parts)): path for path in paths}
-    texts = {name.removesuffix(".py").removesuffix(".__init__"): path.read_text() for name, path in modules.items()}
+    texts = {module: path.read_text() for module, path in family_files("*.py", "*/family.py").items()}
     return {name: _squashed(text) for name, text in texts.items() if "\nFAMILIES" in text}
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.family_hooks import family_hooks, glm4v, olmo3
+from slime.backends.sglang_utils.family_hooks import family_hooks
+from slime_plugins.models.glm4 import sglang_hooks as glm4v
+from slime_plugins.models.olmo3 import sglang_hooks as olmo3
 
 
 def test_every_hook_is_for_a_function_that_sglang_has():

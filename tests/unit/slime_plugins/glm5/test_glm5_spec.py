@@ -22,9 +22,9 @@ from slime.backends.megatron_utils.flags.config_builders import transformer_conf
 from slime.backends.megatron_utils.layers.layer_specs import get_block_spec
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.megatron_utils.models import find_family
-from slime.backends.megatron_utils.models.index_sharing import PipelineSplitError
 from slime.utils.errors import ConfigError
 from slime_plugins.models.glm5.glm5 import first_layers_of_stages, get_glm5_spec, indexer_settings
+from slime_plugins.models.glm5.index_sharing import PipelineSplitError
 from tests.matrix.families import deepseek_v32, glm5
 from tests.unit.backends.megatron_utils.megatron_case import pack, parse, start_single_process
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slime.backends.megatron_utils.models.index_sharing import IndexSharing, PipelineSplitError, index_sharing
 from slime.utils.errors import ConfigError
+from slime_plugins.models.glm5.index_sharing import IndexSharing, PipelineSplitError, index_sharing
 
 GLM5_2 = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import Config, Flag, fact, facts
-from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT, SHARED_GATE, SOFTMAX
 from slime.backends.megatron_utils.models.rule import (
     EXPERTS,
     MLP,
@@ -30,6 +29,7 @@ from slime.backends.megatron_utils.models.rule import (
 )
 from slime.backends.megatron_utils.models.weight_layouts import check_rows, merge_qkv, split_qkv
 from slime.train_data.model_dims import ModelDims
+from slime_plugins.models.qwen import SHARED_EXPERT, SHARED_GATE, SOFTMAX
 
 
 def merge_gated_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelDims) -> Tensor:

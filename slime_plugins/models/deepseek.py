@@ -15,7 +15,6 @@ from typing import Any
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import SIGMOID
-from slime.backends.megatron_utils.models.index_sharing import index_sharing
 from slime.backends.megatron_utils.models.rule import (
     MLP,
     MTP,
@@ -30,6 +29,7 @@ from slime.backends.megatron_utils.models.rule import (
 )
 from slime.backends.megatron_utils.models.weight_layouts import turning_part_first, turning_part_last
 from slime.utils.files import language_config
+from slime_plugins.models.glm5.index_sharing import index_sharing
 
 LATENT_ATTENTION = (
     # With --q-lora-rank queries come out of a latent, without it from one projection.

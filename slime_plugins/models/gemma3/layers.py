@@ -25,8 +25,8 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.layers.attention import PackedSelfAttention
 from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, SandwichLayer, get_block_spec
-from slime.backends.megatron_utils.models.gemma3 import LOCAL_ROTARY_BASE
 from slime.utils.errors import ConfigError
+from slime_plugins.models.gemma3.family import LOCAL_ROTARY_BASE
 
 
 def get_gemma3_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> BlockSpec:

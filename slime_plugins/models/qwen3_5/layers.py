@@ -7,7 +7,7 @@ Published folders hold a vision tower beside the language model; what is trained
 
 from __future__ import annotations
 
-from slime_plugins.models.qwen3_next import check_stages
-from slime_plugins.models.qwen3_next import get_qwen3_next_spec as get_qwen3_5_spec
+from slime_plugins.models.qwen3_next.layers import check_stages
+from slime_plugins.models.qwen3_next.layers import get_qwen3_next_spec as get_qwen3_5_spec
 
 __all__ = ["check_stages", "get_qwen3_5_spec"]

@@ -20,8 +20,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, get_block_spec
 from slime.utils.errors import ConfigError
-from slime_plugins.models.gemma3 import WindowAttention
-from slime_plugins.models.minimax_m2 import AllHeadsNorm
+from slime_plugins.models.gemma3.layers import WindowAttention
+from slime_plugins.models.minimax_m2.layers import AllHeadsNorm
 
 
 def get_olmo3_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> BlockSpec:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import SIGMOID_CHOICES, Config, Flag, choices, expert_layers
-from slime.backends.megatron_utils.models.mixtral import EXPERTS, SIZES
 from slime.backends.megatron_utils.models.rule import ATTENTION, NORMS, TOP, Rule, WeightMap
+from slime_plugins.models.mixtral import EXPERTS, SIZES
 
 SPEC = "slime_plugins.models.minimax_m2 get_minimax_m2_spec"
 

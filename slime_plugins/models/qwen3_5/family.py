@@ -21,16 +21,6 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config, Flag
-from slime.backends.megatron_utils.models.qwen import SHARED_EXPERT, SHARED_GATE, SOFTMAX
-from slime.backends.megatron_utils.models.qwen3_next import (
-    DELTA_NET,
-    DELTA_NET_SIZES,
-    GATED,
-    GATED_ATTENTION,
-    QWEN3_NEXT,
-    linear_flags,
-)
-from slime.backends.megatron_utils.models.qwen3_vl import TOWER
 from slime.backends.megatron_utils.models.rule import (
     COMPOSITE,
     EXPERTS,
@@ -41,6 +31,16 @@ from slime.backends.megatron_utils.models.rule import (
 )
 from slime.backends.megatron_utils.models.weight_layouts import check_rows
 from slime.train_data.model_dims import ModelDims
+from slime_plugins.models.qwen import SHARED_EXPERT, SHARED_GATE, SOFTMAX
+from slime_plugins.models.qwen3_next.family import (
+    DELTA_NET,
+    DELTA_NET_SIZES,
+    GATED,
+    GATED_ATTENTION,
+    QWEN3_NEXT,
+    linear_flags,
+)
+from slime_plugins.models.qwen3_vl import TOWER
 
 
 def merge_in_proj(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, shape: ModelDims) -> Tensor:

@@ -15,8 +15,8 @@ from typing import Any
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import Config, Flag, facts, windows
-from slime.backends.megatron_utils.models.gemma3 import FOUR_NORMS, LOCAL_ROTARY_BASE
 from slime.backends.megatron_utils.models.rule import ATTENTION, COMPOSITE, MLP, Rule, WeightMap, gate_up_rule
+from slime_plugins.models.gemma3.family import FOUR_NORMS, LOCAL_ROTARY_BASE
 
 _MODEL = "model.language_model."
 _EXPERTS = (

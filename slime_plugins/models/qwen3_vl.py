@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config, hf_rope_settings
-from slime.backends.megatron_utils.models.qwen import DENSE, QWEN_MOE, SOFTMAX
 from slime.backends.megatron_utils.models.rule import COMPOSITE
+from slime_plugins.models.qwen import DENSE, QWEN_MOE, SOFTMAX
 
 QWEN3_VL = replace(DENSE, family="Qwen3-VL", **COMPOSITE)
 QWEN3_VL_MOE = replace(QWEN_MOE, family="Qwen3-VL MoE", **COMPOSITE)

@@ -38,10 +38,10 @@ from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, RoutedEx
 from slime.backends.megatron_utils.layers.norm import Norm
 from slime.backends.megatron_utils.layers.rotary import apply_rotary
 from slime.backends.megatron_utils.layers.router import Router
-from slime.backends.megatron_utils.models.gemma3 import LOCAL_ROTARY_BASE
-from slime.backends.megatron_utils.models.gemma4 import Gemma4Layers
 from slime.utils.errors import ConfigError
-from slime_plugins.models.gemma3 import FirstLayer, GeluMlp, gelu, plain_angles
+from slime_plugins.models.gemma3.family import LOCAL_ROTARY_BASE
+from slime_plugins.models.gemma3.layers import FirstLayer, GeluMlp, gelu, plain_angles
+from slime_plugins.models.gemma4.family import Gemma4Layers
 
 
 def get_gemma4_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> BlockSpec:

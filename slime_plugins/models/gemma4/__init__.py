@@ -1,0 +1,5 @@
+"""Gemma 4, text."""
+
+from slime_plugins.models import names_of_layers
+
+__getattr__ = names_of_layers(__name__)

@@ -1,0 +1,5 @@
+"""MiniMax-M2."""
+
+from slime_plugins.models import names_of_layers
+
+__getattr__ = names_of_layers(__name__)

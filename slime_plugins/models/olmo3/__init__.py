@@ -1,0 +1,5 @@
+"""OLMo 3."""
+
+from slime_plugins.models import names_of_layers
+
+__getattr__ = names_of_layers(__name__)

@@ -1,0 +1,5 @@
+"""Qwen3.5 and Qwen3.6."""
+
+from slime_plugins.models import names_of_layers
+
+__getattr__ = names_of_layers(__name__)

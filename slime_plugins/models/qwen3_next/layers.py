@@ -1,0 +1,69 @@
+"""The layers of Qwen3-Next: a gated delta net in three of four, attention with an output gate in the fourth.
+
+    --spec slime_plugins.models.qwen3_next get_qwen3_next_spec --attention-output-gate --apply-layernorm-1p
+
+Which layers have which attention, and the sizes of the delta nets, are megatron-core's own fields, which slime
+fills from config.json of ``--hf-checkpoint``; everything else is the decoder block that the flags describe, the layer
+inside of an MTP layer included.
+
+gated_delta_net.py   linear attention by the gated delta rule, in every parallel layout
+delta_rule.py        the rule itself, chunk by chunk in plain torch, or by the kernels of ``fla``
+packed_rows.py       index tensors of packed sequences: chunks, and the input of the convolution
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.backends.megatron_utils.flags.model_dims import linear_layers
+from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, get_block_spec
+from slime.utils.errors import ConfigError
+from slime_plugins.models.qwen3_next.gated_delta_net import GatedDeltaNet, gated_delta_net_spec
+
+__all__ = ["check_stages", "get_qwen3_next_spec"]
+
+
+def get_qwen3_next_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> BlockSpec:
+    """Return the layers of this pipeline stage.
+
+    Args:
+        args: not read; part of what ``--spec`` calls with.
+        config: ``linear_attention_freq`` says which layers have linear attention.
+        vp_stage: which virtual stage of this rank.
+
+    Raises:
+        ConfigError: it says nothing.
+    """
+    check_stages(args, config)
+    is_linear = linear_layers(config.linear_attention_freq, config.num_layers)
+
+    def change(layer: ModuleSpec, number: int) -> ModuleSpec:
+        return with_delta_net(layer) if is_linear[number - 1] else layer
+
+    return get_block_spec(config, vp_stage, change)
+
+
+def check_stages(args: Namespace, config: TransformerConfig) -> None:
+    """Check the flags before a GPU is taken.
+
+    Raises:
+        ConfigError: nothing says which layers have linear attention.
+    """
+    if config.linear_attention_freq is None:
+        raise ConfigError(
+            "--linear-attention-freq is not given, and no --hf-checkpoint whose config.json says which layers have "
+            "linear attention; give one of them."
+        )
+
+
+def with_delta_net(layer: ModuleSpec, module: type[GatedDeltaNet] = GatedDeltaNet) -> ModuleSpec:
+    """Return the layer with linear attention in place of its own."""
+    names = dict(layer.submodules.sharded_state_dict_keys_map)
+    # On disk the norm belongs to the projection that follows, as TransformerEngine has it.
+    names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+    parts = replace(layer.submodules, self_attention=gated_delta_net_spec(module), sharded_state_dict_keys_map=names)
+    return replace(layer, submodules=parts)
