@@ -24,8 +24,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import AutoConfig
 
+from slime.backends.megatron_utils.layers.rotary import natural_order
 from slime.flags.security import trusts_remote_code
-from slime_plugins.models.qwen3_next.gated_delta_net import natural_order
 
 __all__ = ["HuggingfaceAttention"]
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import Config, Flag
-from slime.backends.megatron_utils.models.rule import Rule, relaid_rule
+from slime.backends.megatron_utils.models.rule import DENSE, Rule, relaid_rule
 from slime.train_data.model_dims import ModelDims
-from slime_plugins.models.qwen import DENSE
 
 
 def _swap_halves(weight: Tensor, shape: ModelDims) -> Tensor:

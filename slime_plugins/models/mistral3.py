@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config, Flag, hf_rope_settings, window_is_idle
-from slime.backends.megatron_utils.models.rule import TEXT_PART
-from slime_plugins.models.qwen import DENSE
+from slime.backends.megatron_utils.models.rule import DENSE, TEXT_PART
 
 
 def mistral3_flags(config: Config) -> Iterator[Flag | str]:

@@ -6,29 +6,15 @@ from collections.abc import Iterator
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import (
+    LOCAL_EXPERT_SIZES,
     NO_BIASES,
+    SOFTMAX,
     Config,
     Flag,
     expert_layers,
     window_is_idle,
 )
-from slime.backends.megatron_utils.models.rule import ATTENTION, NORMS, TOP, Rule, WeightMap, gate_up_rule
-
-EXPERTS = (
-    Rule("mlp.router.weight", ("block_sparse_moe.gate.weight",)),
-    gate_up_rule(
-        "mlp.experts.linear_fc1.weight{expert}",
-        "block_sparse_moe.experts.{expert}.w1.weight",
-        "block_sparse_moe.experts.{expert}.w3.weight",
-    ),
-    Rule("mlp.experts.linear_fc2.weight{expert}", ("block_sparse_moe.experts.{expert}.w2.weight",)),
-)
-SIZES = {
-    "num_local_experts": "num_experts",
-    "num_experts_per_tok": "moe_router_topk",
-    "intermediate_size": "moe_ffn_hidden_size",
-}
-"""``intermediate_size`` is an expert's."""
+from slime.backends.megatron_utils.models.rule import ATTENTION, BLOCK_SPARSE_EXPERTS, NORMS, TOP, WeightMap
 
 
 def mixtral_flags(config: Config) -> Iterator[Flag | str]:
@@ -44,10 +30,10 @@ def mixtral_flags(config: Config) -> Iterator[Flag | str]:
 FAMILIES = (
     ModelFamily(
         model_types=("mixtral",),
-        weight_map=WeightMap(family="Mixtral", top=TOP, layer=(*NORMS, *ATTENTION, *EXPERTS)),
-        always={"moe_router_score_function": "softmax"},
+        weight_map=WeightMap(family="Mixtral", top=TOP, layer=(*NORMS, *ATTENTION, *BLOCK_SPARSE_EXPERTS)),
+        always=SOFTMAX,
         fixed=NO_BIASES,
-        sizes=SIZES,
+        sizes=LOCAL_EXPERT_SIZES,
         num_experts_key="num_local_experts",
         flags=mixtral_flags,
     ),

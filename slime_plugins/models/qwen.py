@@ -1,40 +1,16 @@
-"""Llama, Mistral, Seed-OSS, Qwen2 and Qwen3: dense, or with experts (Qwen2's with a gated shared one) as MLP."""
+"""Llama, Mistral, Qwen2 and Qwen3: dense, or with experts (Qwen2's with a gated shared one) as MLP."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, PLAIN, window_is_idle
-from slime.backends.megatron_utils.models.rule import (
-    ATTENTION,
-    EXPERTS,
-    MLP,
-    NORMS,
-    ROUTER,
-    TOP,
-    Rule,
-    WeightMap,
-    shared_expert_rules,
-)
+from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, PLAIN, SOFTMAX, window_is_idle
+from slime.backends.megatron_utils.models.rule import DENSE, SOFTMAX_MOE
 
-SOFTMAX = {"moe_router_score_function": "softmax"}
-
-DENSE = WeightMap(family="dense Llama, Mistral, Seed-OSS, Qwen2 and Qwen3", top=TOP, layer=(*NORMS, *ATTENTION, *MLP))
-
-SHARED_GATE = ("shared_expert_gate",)
-"""One row; a plain linear layer in the engine."""
-SHARED_EXPERT = (
-    *shared_expert_rules("shared_expert"),
-    Rule("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",)),
-)
-
-QWEN_MOE = WeightMap(
-    family="Qwen2 MoE and Qwen3 MoE",
-    top=TOP,
-    layer=(*NORMS, *ATTENTION, *MLP, *ROUTER, *EXPERTS, *SHARED_EXPERT),
-    plain_parts=SHARED_GATE,
-)
+QWEN = replace(DENSE, family="dense Llama, Mistral, Qwen2 and Qwen3")
+QWEN_MOE = replace(SOFTMAX_MOE, family="Qwen2 MoE and Qwen3 MoE")
 
 
 def _llama3(factor: float) -> dict[str, Any]:
@@ -53,7 +29,7 @@ def _llama3(factor: float) -> dict[str, Any]:
 FAMILIES = (
     ModelFamily(
         model_types=("llama",),
-        weight_map=DENSE,
+        weight_map=QWEN,
         fixed=NO_BIASES,
         published={
             "Llama-3.1-8B-Instruct": _llama3(8.0),
@@ -61,16 +37,11 @@ FAMILIES = (
             "Llama-3.2-3B-Instruct": _llama3(32.0),
         },
     ),
-    ModelFamily(model_types=("mistral",), weight_map=DENSE, fixed=NO_BIASES, flags=window_is_idle),
-    ModelFamily(
-        model_types=("seed_oss",),
-        weight_map=DENSE,
-        fixed={**PLAIN, "attention_bias": True, "attention_out_bias": False},
-    ),
-    ModelFamily(model_types=("qwen2",), weight_map=DENSE, always={"add_qkv_bias": True}),
+    ModelFamily(model_types=("mistral",), weight_map=QWEN, fixed=NO_BIASES, flags=window_is_idle),
+    ModelFamily(model_types=("qwen2",), weight_map=QWEN, always={"add_qkv_bias": True}),
     ModelFamily(
         model_types=("qwen3",),
-        weight_map=DENSE,
+        weight_map=QWEN,
         always={"qk_layernorm": True},
         fixed=NO_BIASES,
     ),

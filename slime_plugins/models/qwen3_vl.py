@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config, hf_rope_settings
-from slime.backends.megatron_utils.models.rule import COMPOSITE
-from slime_plugins.models.qwen import DENSE, QWEN_MOE, SOFTMAX
+from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, SOFTMAX, Config, hf_rope_settings
+from slime.backends.megatron_utils.models.rule import COMPOSITE, DENSE, SOFTMAX_MOE
 
 QWEN3_VL = replace(DENSE, family="Qwen3-VL", **COMPOSITE)
-QWEN3_VL_MOE = replace(QWEN_MOE, family="Qwen3-VL MoE", **COMPOSITE)
+QWEN3_VL_MOE = replace(SOFTMAX_MOE, family="Qwen3-VL MoE", **COMPOSITE)
 
 
 def interleaved_only(config: Config) -> Iterator[str]:

@@ -77,6 +77,16 @@ KNOWS_FAMILIES = {  # file or folder of the core -> why
     "slime/utils/processing_utils.py": "a package of that name",
 }
 
+BUILT_ON = {
+    "deepseek_v4": {"glm5"},
+    "gemma4": {"gemma3"},
+    "nemotron_h": {"qwen3_next"},
+    "olmo3": {"gemma3", "minimax_m2"},
+    "qwen3_5": {"qwen3_next", "qwen3_vl"},
+    "qwen3_5_vl": {"qwen3_5"},
+}
+"""Family -> those whose tables or layers it starts from; each of the others can be deleted with nothing else."""
+
 
 def inside(module: str, packages: tuple[str, ...]) -> bool:
     """True when ``module`` is one of ``packages`` or lies in one."""
@@ -161,6 +171,21 @@ def families_in_the_core(repo: Path) -> list[str]:
     return problems
 
 
+def who_imports_families(repo: Path) -> dict[str, set[str]]:
+    """Return the families that each other family, or module of anything else, imports."""
+    home = repo / "slime_plugins/models"
+    families = {path.stem for path in home.iterdir() if path.stem != "__init__"}
+    found: dict[str, set[str]] = {}
+    for path in python_files(repo):
+        module = module_name(path, repo)
+        importer = module.split(".")[2] if module.startswith("slime_plugins.models.") else module
+        for _, target in imports_of(path, repo):
+            imported = target.split(".")[2] if target.startswith("slime_plugins.models.") else ""
+            if imported in families - {importer}:
+                found.setdefault(importer, set()).add(imported)
+    return found
+
+
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -212,6 +237,10 @@ def test_the_check_finds_a_family_in_code_and_not_in_prose(tmp_path):
 
 def test_the_core_names_no_model_family():
     assert families_in_the_core(REPO) == []
+
+
+def test_a_family_can_be_deleted_with_those_that_are_built_on_it():
+    assert who_imports_families(REPO) == BUILT_ON
 
 
 def test_foreign_libraries_stay_behind_their_fences():

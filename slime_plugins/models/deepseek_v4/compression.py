@@ -30,9 +30,14 @@ from torch import Tensor
 from slime.backends.megatron_utils import cpu_platform
 from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLinear
 from slime.backends.megatron_utils.layers.norm import Norm
-from slime.backends.megatron_utils.layers.rotary import RotaryTables, apply_rotary, cumulative_lengths, kept_on
+from slime.backends.megatron_utils.layers.rotary import (
+    RotaryTables,
+    apply_rotary,
+    cumulative_lengths,
+    kept_on,
+    natural_order,
+)
 from slime_plugins.models.glm5.indexer import PackedStream, index_scores
-from slime_plugins.models.qwen3_next.gated_delta_net import natural_order
 
 Tables = Callable[[Tensor], RotaryTables]
 """Positions [n] to cosines and sines [n, rope / 2]."""

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import SIGMOID_CHOICES, Config, Flag, choices, expert_layers
-from slime.backends.megatron_utils.models.rule import ATTENTION, NORMS, TOP, Rule, WeightMap
-from slime_plugins.models.mixtral import EXPERTS, SIZES
+from slime.backends.megatron_utils.models.flag_rules import (
+    LOCAL_EXPERT_SIZES,
+    SIGMOID_CHOICES,
+    Config,
+    Flag,
+    choices,
+    expert_layers,
+)
+from slime.backends.megatron_utils.models.rule import ATTENTION, BLOCK_SPARSE_EXPERTS, NORMS, TOP, Rule, WeightMap
 
 SPEC = "slime_plugins.models.minimax_m2 get_minimax_m2_spec"
 
@@ -22,7 +28,7 @@ WHOLE_NORMS = (
 MINIMAX_M2 = WeightMap(
     family="MiniMax-M2",
     top=TOP,
-    layer=(*NORMS, *ATTENTION, *WHOLE_NORMS, *EXPERTS, *ROUTER_BIAS),
+    layer=(*NORMS, *ATTENTION, *WHOLE_NORMS, *BLOCK_SPARSE_EXPERTS, *ROUTER_BIAS),
     engine_fp32=("block_sparse_moe.gate.weight",),
 )
 
@@ -51,7 +57,7 @@ FAMILIES = (
         weight_map=MINIMAX_M2,
         spec=SPEC,
         dims=lambda args, config: {"norms_all_heads": True},
-        sizes={**SIZES, "scoring_func": "moe_router_score_function"},
+        sizes={**LOCAL_EXPERT_SIZES, "scoring_func": "moe_router_score_function"},
         num_experts_key="num_local_experts",
         always={"qk_layernorm": True, "moe_router_score_function": "sigmoid"},
         flags=minimax_flags,

@@ -20,18 +20,19 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config, Flag
+from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, SOFTMAX, Config, Flag
 from slime.backends.megatron_utils.models.rule import (
     COMPOSITE,
     EXPERTS,
+    GATED_SHARED_EXPERT,
     MLP,
     NORMS,
     ROUTER,
+    SHARED_GATE,
     Rule,
 )
 from slime.backends.megatron_utils.models.weight_layouts import check_rows
 from slime.train_data.model_dims import ModelDims
-from slime_plugins.models.qwen import SHARED_EXPERT, SHARED_GATE, SOFTMAX
 from slime_plugins.models.qwen3_next.family import (
     DELTA_NET,
     DELTA_NET_SIZES,
@@ -76,7 +77,7 @@ IN_PROJ = Rule(
 QWEN3_5 = replace(
     QWEN3_NEXT,
     family="Qwen3.5 and Qwen3.6",
-    layer=(*NORMS, *GATED_ATTENTION, IN_PROJ, *DELTA_NET[1:], *MLP, *ROUTER, *EXPERTS, *SHARED_EXPERT),
+    layer=(*NORMS, *GATED_ATTENTION, IN_PROJ, *DELTA_NET[1:], *MLP, *ROUTER, *EXPERTS, *GATED_SHARED_EXPERT),
     untrained=(r"model\.visual\..+",),
     plain_parts=(*SHARED_GATE, "in_proj_a", "in_proj_b"),  # a few rows
     **COMPOSITE,

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import Config, Flag, fact, facts
+from slime.backends.megatron_utils.models.flag_rules import SOFTMAX, Config, Flag, fact, facts
 from slime.backends.megatron_utils.models.rule import (
     EXPERTS,
+    GATED_SHARED_EXPERT,
     MLP,
     NORMS,
     ROUTER,
+    SHARED_GATE,
     TOP,
     Rule,
     WeightMap,
@@ -29,7 +31,6 @@ from slime.backends.megatron_utils.models.rule import (
 )
 from slime.backends.megatron_utils.models.weight_layouts import check_rows, merge_qkv, split_qkv
 from slime.train_data.model_dims import ModelDims
-from slime_plugins.models.qwen import SHARED_EXPERT, SHARED_GATE, SOFTMAX
 
 
 def merge_gated_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelDims) -> Tensor:
@@ -125,7 +126,7 @@ MTP = (
 QWEN3_NEXT = WeightMap(
     family="Qwen3-Next",
     top=TOP,
-    layer=(*NORMS, *GATED_ATTENTION, *DELTA_NET, *MLP, *ROUTER, *EXPERTS, *SHARED_EXPERT),
+    layer=(*NORMS, *GATED_ATTENTION, *DELTA_NET, *MLP, *ROUTER, *EXPERTS, *GATED_SHARED_EXPERT),
     mtp=MTP,
     own_mtp_prefix="mtp.",
     mtp_layer_prefix="mtp.layers.{index}.",

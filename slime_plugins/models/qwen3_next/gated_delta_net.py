@@ -18,7 +18,6 @@ its share in the exchange; r = value heads of a key head; dk, dv = widths of key
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +44,7 @@ from megatron.core.utils import divide
 from torch import Tensor
 
 from slime.backends.megatron_utils import cpu_platform
-from slime.backends.megatron_utils.layers.rotary import cumulative_lengths, kept_on
-from slime.train_data.context_parallel import CPRank, slice_zigzag
+from slime.backends.megatron_utils.layers.rotary import natural_order
 from slime_plugins.models.qwen3_next.delta_rule import gated_delta_rule
 from slime_plugins.models.qwen3_next.packed_rows import PackedRows, rows_or_zeros
 
@@ -299,27 +297,3 @@ def tokens_for_heads(x: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tens
     """Invert :func:`heads_for_tokens`."""
     shares = all_to_all(group, x.index_select(0, order.argsort()).contiguous())
     return shares.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
-
-
-def natural_order(packed_seq_params: Any, cp_size: int) -> Tensor:
-    """Return [T], the place of each token of the stream in the concatenated parts of the ranks; kept on
-    its argument.
-    """
-
-    def make() -> Tensor:
-        cu = cumulative_lengths(packed_seq_params)
-        return zigzag_places(cu.tolist(), cp_size).to(cu.device)
-
-    return kept_on(packed_seq_params, "natural_order", make)
-
-
-def zigzag_places(offsets: list[int], cp_size: int) -> Tensor:
-    """Return [T] for sequences that begin at ``offsets`` (the last is the end), each a multiple of 2 *
-    cp_size long.
-    """
-    parts = [
-        slice_zigzag(torch.arange(begin, end), CPRank(rank, cp_size))
-        for rank in range(cp_size)
-        for begin, end in itertools.pairwise(offsets)
-    ]
-    return torch.cat(parts).argsort()

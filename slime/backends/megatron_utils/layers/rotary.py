@@ -8,6 +8,7 @@ Shapes: t = tokens of this rank, h = heads, d = head dimension, r = rotated dime
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from slime.train_data.context_parallel import CPRank
+from slime.train_data.context_parallel import CPRank, slice_zigzag
 
 
 class RotaryTables(NamedTuple):
@@ -39,6 +40,30 @@ def kept_on(packed_seq_params: Any, name: str, make: Callable[[], Any]) -> Any:
     if name not in kept:
         kept[name] = make()
     return kept[name]
+
+
+def natural_order(packed_seq_params: Any, cp_size: int) -> Tensor:
+    """Return [T], the place of each token of the stream in the concatenated parts of the ranks; kept on
+    its argument.
+    """
+
+    def make() -> Tensor:
+        cu = cumulative_lengths(packed_seq_params)
+        return zigzag_places(cu.tolist(), cp_size).to(cu.device)
+
+    return kept_on(packed_seq_params, "natural_order", make)
+
+
+def zigzag_places(offsets: list[int], cp_size: int) -> Tensor:
+    """Return [T] for sequences that begin at ``offsets`` (the last is the end), each a multiple of 2 *
+    cp_size long.
+    """
+    parts = [
+        slice_zigzag(torch.arange(begin, end), CPRank(rank, cp_size))
+        for rank in range(cp_size)
+        for begin, end in itertools.pairwise(offsets)
+    ]
+    return torch.cat(parts).argsort()
 
 
 def packed_positions(cu_seqlens: Tensor, num_tokens: int, cp: CPRank) -> Tensor:

@@ -76,8 +76,15 @@ _LATENT_SIZES = {
 }
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of megatron-core's --use-rope-scaling."""
+SOFTMAX: Mapping[str, Any] = {"moe_router_score_function": "softmax"}
 SIGMOID: Mapping[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 """Attributes of families whose experts are chosen by sigmoid scores with a bias."""
+LOCAL_EXPERT_SIZES: Mapping[str, str] = {
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "intermediate_size": "moe_ffn_hidden_size",
+}
+"""Key of config.json -> attribute of args, where ``intermediate_size`` is an expert's."""
 EXPERT_CHOICES: Mapping[str, Any] = {"moe_router_dtype": "fp32", "moe_grouped_gemm": True}
 """Flags of experts for a run without model flags."""
 SIGMOID_CHOICES: Mapping[str, Any] = {

@@ -301,6 +301,8 @@ JOINED_MLP = (
     Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
 )
 
+DENSE = WeightMap(family="dense decoders", top=TOP, layer=(*NORMS, *ATTENTION, *MLP))
+
 
 def shared_expert_rules(name: str) -> tuple[Rule, ...]:
     """Return the rules of the experts that see every token; ``name`` is what Hugging Face calls them."""
@@ -320,6 +322,27 @@ EXPERTS = (
         "mlp.experts.{expert}.up_proj.weight",
     ),
     Rule("mlp.experts.linear_fc2.weight{expert}", ("mlp.experts.{expert}.down_proj.weight",)),
+)
+SHARED_GATE = ("shared_expert_gate",)
+"""One row; a plain linear layer in the engine."""
+GATED_SHARED_EXPERT = (
+    *shared_expert_rules("shared_expert"),
+    Rule("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",)),
+)
+SOFTMAX_MOE = WeightMap(
+    family="decoders with experts",
+    top=TOP,
+    layer=(*DENSE.layer, *ROUTER, *EXPERTS, *GATED_SHARED_EXPERT),
+    plain_parts=SHARED_GATE,
+)
+BLOCK_SPARSE_EXPERTS = (
+    Rule("mlp.router.weight", ("block_sparse_moe.gate.weight",)),
+    gate_up_rule(
+        "mlp.experts.linear_fc1.weight{expert}",
+        "block_sparse_moe.experts.{expert}.w1.weight",
+        "block_sparse_moe.experts.{expert}.w3.weight",
+    ),
+    Rule("mlp.experts.linear_fc2.weight{expert}", ("block_sparse_moe.experts.{expert}.w2.weight",)),
 )
 SIGMOID_EXPERTS = (
     *ROUTER,
@@ -343,3 +366,27 @@ MTP_COPIES = {
     "output_layer.weight": "shared_head.head.weight",
 }
 """Megatron's parameter -> what its copy is called after the prefix of an MTP layer."""
+
+LATENT_ATTENTION = (
+    # With --q-lora-rank queries come out of a latent, without it from one projection.
+    Rule("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",)),
+    Rule("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",)),
+    Rule("self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",)),
+    Rule("self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight",)),
+    Rule("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight",)),
+    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
+    # Two spellings each: our layers keep the norms apart, TransformerEngine's inside the projection that follows.
+    Rule("self_attention.q_layernorm.weight", ("self_attn.q_a_layernorm.weight",)),
+    Rule("self_attention.linear_q_up_proj.layer_norm_weight", ("self_attn.q_a_layernorm.weight",)),
+    Rule("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight",)),
+    Rule("self_attention.linear_kv_up_proj.layer_norm_weight", ("self_attn.kv_a_layernorm.weight",)),
+)
+LATENT_MOE = WeightMap(
+    family="decoders with latent attention and experts",
+    top=TOP,
+    layer=(*NORMS, *LATENT_ATTENTION, *MLP, *SIGMOID_EXPERTS),
+    mtp=MTP,
+    mtp_copies=MTP_COPIES,
+    # SGLang joins the two in one parameter, and drops whichever comes in a call without the other.
+    together=(("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),),
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from slime_plugins.models.qwen3_next.gated_delta_net import zigzag_places
+from slime.backends.megatron_utils.layers.rotary import zigzag_places
 from slime_plugins.models.qwen3_next.packed_rows import PackedRows, rows_or_zeros
 
 

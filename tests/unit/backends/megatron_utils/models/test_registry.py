@@ -48,6 +48,12 @@ def test_every_family_is_found_by_each_of_its_types_and_by_its_layers(imported: 
             assert found is not None and found.spec == family.spec
 
 
+def test_every_published_folder_is_found_by_its_name() -> None:
+    published = [(name, config) for family in all_families().values() for name, config in family.published.items()]
+    assert all(models.published_config(f"/models/{name}") == config for name, config in published)
+    assert not models.published_config("/models/Acme-8B")
+
+
 def test_a_type_that_no_file_says_imports_nothing(imported: list[str]) -> None:
     assert family_of({"model_type": "acme"}) is None
     assert imported == []
