@@ -57,8 +57,7 @@ def connect(args: Namespace) -> None:
     """
     if ray.is_initialized():
         return
-    if vars(args).get("wandb_key") is not None:
-        env.unset("WANDB_API_KEY")  # in the environment of every process it would be there for model-written code
+    env.unset(*vars(args).get("driver_variables", ()))
     address = env.get_str("RAY_ADDRESS") or "auto"
     is_named = address != "auto"
     if not is_named:

@@ -33,7 +33,8 @@ def test_a_cluster_that_is_named_and_does_not_answer_is_not_replaced_by_a_privat
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster.ray, "init", refuse)
     monkeypatch.setattr(cluster, "_start", lambda *resources: started.append(resources))
-    args = Namespace(wandb_key=None)
+    args = Namespace(driver_variables=["MY_KEY"])
+    monkeypatch.setenv("MY_KEY", "k")
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
     with pytest.raises(ConfigError, match="RAY_ADDRESS is ray://10.0.0.1:10001.*nobody listens"):
         cluster.connect(args)
@@ -45,7 +46,7 @@ def test_a_cluster_that_is_named_and_does_not_answer_is_not_replaced_by_a_privat
     cluster.connect(args)
     monkeypatch.setattr(cluster, "own_cluster", lambda: "127.0.0.1:1")  # it has died since
     cluster.connect(args)
-    assert started == [(2, 8), (2, 8)]
+    assert started == [(2, 8), (2, 8)] and env.get_str("MY_KEY") is None
 
 
 @pytest.mark.parametrize("given", ["", "a token"])
