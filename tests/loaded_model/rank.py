@@ -42,6 +42,7 @@ MODELS = {
     "glm4v",
     "glm4v_moe",
     "gpt_oss",
+    "kimi_k25",
     "llama",
     "llava",
     "mimo",

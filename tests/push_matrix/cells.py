@@ -44,6 +44,7 @@ SERVED = (
     "deepseek_v3",
     "deepseek_v4-128",
     "kimi_k2",
+    "kimi_k25",
     "minimax_m2",
     "mistral3",
     "mixtral",

@@ -15,11 +15,26 @@ from tests.matrix.references.kimi_k2 import KimiK2
 from tests.matrix.references.text_part import as_pushed
 
 VISION = {
-    **{"patch_size": 4, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48},
+    **{"patch_size": 4, "hidden_size": 32, "vt_hidden_size": 32, "intermediate_size": 48},
+    **{"num_hidden_layers": 1, "num_attention_heads": 2},
     **{"init_pos_emb_height": 4, "init_pos_emb_width": 4, "text_hidden_size": kimi_k2.CASE.config["hidden_size"]},
 }
-TOWER = {"vision_tower.patch_embed.proj.bias": (32,), "mm_projector.proj.0.bias": (128,)}
-"""Some of its tensors, under published names."""
+TOWER: dict[str, tuple[int, ...]] = {
+    **{"vision_tower.patch_embed.proj.weight": (32, 3, 4, 4), "vision_tower.patch_embed.proj.bias": (32,)},
+    "vision_tower.patch_embed.pos_emb.weight": (4, 4, 32),
+    **{
+        f"{module}.{kind}": (rows, columns) if kind == "weight" and columns else (rows,)
+        for module, rows, columns in (
+            *((f"vision_tower.encoder.blocks.0.{norm}", 32, 0) for norm in ("norm0", "norm1")),
+            *(("vision_tower.encoder.blocks.0.wqkv", 96, 32), ("vision_tower.encoder.blocks.0.wo", 32, 32)),
+            *(("vision_tower.encoder.blocks.0.mlp.fc0", 48, 32), ("vision_tower.encoder.blocks.0.mlp.fc1", 32, 48)),
+            *(("vision_tower.encoder.final_layernorm", 32, 0), ("mm_projector.pre_norm", 32, 0)),
+            *(("mm_projector.proj.0", 128, 128), ("mm_projector.proj.2", VISION["text_hidden_size"], 128)),
+        )
+        for kind in ("weight", "bias")
+    },
+}
+"""Its tensors, under published names."""
 
 
 class KimiK25(nn.Module):
@@ -36,7 +51,8 @@ class KimiK25(nn.Module):
 def write(case: FamilyCase, folder: Path, seed: int) -> None:
     """The text model of the case, and what a tower has."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = {**case.config, "model_type": "kimi_k2"}
+    text = {**case.config, "model_type": "kimi_k2", "topk_method": "noaux_tc"}
+    text["architectures"] = ["DeepseekV3ForCausalLM"]
     config = {"model_type": case.config["model_type"], "text_config": text, "vision_config": VISION}
     config |= {"architectures": [case.architecture], "dtype": "float32", "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config, indent=2))

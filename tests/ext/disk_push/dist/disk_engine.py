@@ -49,7 +49,6 @@ class DiskEngine:
 
     num_gpus = 1
     gpu_offset = 0
-    gpus = range(1)
     is_colocated = False
     dtype = ""
 
