@@ -1,6 +1,7 @@
 """Four recipes of tinker-cookbook against ``slime serve-training``, unmodified: what they report first and last.
 
-    pip install --target COOKBOOK tinker_cookbook==0.6.1    # with what it needs
+    pip install -e '.[training-api]'
+    pip install --no-deps --target COOKBOOK tinker_cookbook==0.6.1 blobfile chz pyrage termcolor tiktoken tml-renderers
     PYTHONPATH=COOKBOOK python benchmarks/training_recipes.py --out benchmarks/results/training_recipes_cpu.json
 
 A random Qwen3 of 100 thousand parameters learns sums on the CPU: ``chat_sl`` from a file of conversations; ``math_rl``

@@ -17,6 +17,7 @@ import html
 import json
 import math
 import re
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,7 @@ from tools.report_plots import (
     metric_plots,
     plots_of,
 )
-from tools.report_samples import Rollout, read_evaluations, read_rollouts
+from tools.report_samples import Rollout, prompt_rewards, read_evaluations, read_rollouts
 from tools.report_texts import Pieces, samples_of
 from tools.terminal import say
 
@@ -84,7 +85,8 @@ def lines_of(run: Run) -> list[str]:
     steps = _steps_with_samples(run, rollouts, Pieces(run))
     alarms = [f"From step {one.step + 1}, {one.name}: {one.text}." for one in find_alarms(steps)]
     facts = [f"{name + ':':<11}{text}" for name, text in facts_of(run)]
-    return [*facts, "", *(alarms or ["No alarm."]), *verdict_of(run, time_of(run, rollouts), steps)]
+    verdict = verdict_of(run, time_of(run, rollouts), steps, [*rollouts, *read_evaluations(run)])
+    return [*facts, "", *(alarms or ["No alarm."]), *verdict]
 
 
 def write_page(path: Path, page: str, *, flag: str) -> None:
@@ -140,7 +142,7 @@ def data_of(run: Run, beside: Sequence[Run] = (), *, samples_mb: float) -> dict[
     return {
         "name": run.folder.name,
         "state": run.state,
-        "verdict": verdict_of(run, where, steps),
+        "verdict": verdict_of(run, where, steps, in_order),
         "facts": facts_of(run),
         "metrics": metric_plots({str(run.folder): steps} | {str(one.folder): _steps_of(one) for one in beside}),
         "summary": plots_of(steps, [REWARD]) + evaluation_plots(run),
@@ -206,15 +208,19 @@ def facts_of(run: Run) -> list[list[str]]:
     return [[name, text] for name, text in found.items()]
 
 
-def verdict_of(run: Run, where: dict[str, Any], steps: Mapping[int, Mapping[str, Any]]) -> list[str]:
+def verdict_of(
+    run: Run, where: dict[str, Any], steps: Mapping[int, Mapping[str, Any]], answers: Sequence[Rollout]
+) -> list[str]:
     """Return the sentences that say how the run goes; alarms stand beside them."""
     in_order = [metrics for _, metrics in sorted(steps.items())]
     has_rewards = any(one.get("rollout/raw_reward") or "train/pg_loss" in one for one in in_order)
     has_loss = any("train/loss" in one for one in in_order)
     what, name = ("loss", "train/loss") if has_loss and not has_rewards else ("reward", "rollout/raw_reward")
-    said = [_went(what, [one.get(name) for one in in_order])]
-    names = {name for metrics in run.evaluations.values() for name in evaluations(metrics)}
-    said += [_went(f"evaluation {n}", [m.get(f"eval/{n}") for m in run.evaluations.values()]) for n in sorted(names)]
+    of_reward = [] if what == "loss" else [one for one in answers if one.evaluation is None]
+    said = [_went(what, [one.get(name) for one in in_order], of_reward)]
+    for n in sorted({name for metrics in run.evaluations.values() for name in evaluations(metrics)}):
+        values = [metrics.get(f"eval/{n}") for metrics in run.evaluations.values()]
+        said.append(_went(f"evaluation {n}", values, [one for one in answers if one.evaluation == n]))
     equal = [one["samples/equal_groups"] for one in in_order[-RECENT:] if "samples/equal_groups" in one]
     estimator = ESTIMATORS.get(str(run.value("advantage_estimator", "grpo")))
     compares = estimator is not None and estimator.group_baseline is not None and not run.value("use_opd", False)
@@ -256,16 +262,27 @@ def _count(what: str, count: int) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def _went(what: str, values: Sequence[Any]) -> str:
+def _went(what: str, values: Sequence[Any], answers: Sequence[Rollout]) -> str:
+    """Say how ``values`` went from the first tenth, at most ``RECENT``, to the last; ``answers`` tell their noise."""
     numbers = [value for value in values if isinstance(value, int | float)]
     if len(numbers) < 2:
         return f"{what.capitalize()}: {numbers[0]:.3g}." if numbers else ""
-    change = numbers[-1] - numbers[0]
+    width = max(1, min(RECENT, len(numbers) // 10))
+    first, last = sum(numbers[:width]) / width, sum(numbers[-width:]) / width
     best = "" if what == "loss" else f" (best {max(numbers):.3g})"
-    if abs(change) <= 0.01 * abs(numbers[0]):
-        return f"{what.capitalize()} stayed at {numbers[-1]:.3g}{best}."
-    verb = "rose" if change > 0 else "fell"
-    return f"{what.capitalize()} {verb} from {numbers[0]:.3g} to {numbers[-1]:.3g}{best}."
+    if abs(last - first) <= 0.01 * abs(first):
+        return f"{what.capitalize()} stayed at {last:.3g}{best}."
+    if answers:
+        both = answers[:width], answers[-width:]
+        ends = [[reward for one in end for reward in prompt_rewards(one)] for end in both]
+        if not abs(last - first) > 2 * math.hypot(*map(_standard_error, ends)):
+            count = min(map(len, ends))
+            return f"{what.capitalize()}: no clear change (n={count} prompts), {first:.3g} to {last:.3g}{best}."
+    return f"{what.capitalize()} {'rose' if last > first else 'fell'} from {first:.3g} to {last:.3g}{best}."
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
 def _events_of(run: Run) -> list[list[str]]:

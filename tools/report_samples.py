@@ -96,6 +96,15 @@ def read_evaluations(run: Run) -> list[Rollout]:
     return [one for path in paths if (stamps := _stamps([path])) for one in _evaluations_of(path, stamps)]
 
 
+def prompt_rewards(rollout: Rollout) -> list[float]:
+    """Return the mean reward of each prompt's answers that count: answers to one prompt depend on each other."""
+    facts = rollout.facts
+    kept = np.isfinite(facts["reward"]) & np.array([not one.startswith("dropped: ") for one in facts["status"]], bool)
+    keys = np.stack([facts["group"][kept].astype(np.uint64), facts["prompt"][kept]])  # an evaluation has no groups
+    _, place = np.unique(keys, axis=1, return_inverse=True)
+    return (np.bincount(place, facts["reward"][kept]) / np.bincount(place)).tolist()
+
+
 def _stamps(paths: Sequence[Path]) -> tuple[int, ...]:
     """Return the times of files; empty where the run has just removed one of them, of its oldest."""
     try:

@@ -201,6 +201,8 @@ def derive_for_extensions(args: Namespace) -> None:
     args.restarts_trainer = False
     args.lr_factors = {}  # pattern of names of parameters -> factor of their learning rates
     args.tower_dims = None  # fields of TowerDims, where the model has a tower
+    # Secrets in the environment that the flags now have: in every process's, model-written code would see them.
+    args.driver_variables = []
     args.state_copy_interval = None  # rollouts between two copies of a rank's state that outlive it
 
 

@@ -18,7 +18,7 @@ import time
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, overload
 
@@ -92,6 +92,9 @@ def start(args: Namespace, process: str, sinks: Sequence[type[Sink]] = (), *, pr
 
     Returns:
         :func:`values_of_the_run`.
+
+    Raises:
+        Exception: of a sink that cannot open; those before it are closed.
     """
     stop()
     values: dict[str, Any] = {}
@@ -107,8 +110,13 @@ def start(args: Namespace, process: str, sinks: Sequence[type[Sink]] = (), *, pr
         if primary:  # so that a reader can tell a resume from a first start
             append_record(path, {START_KEY: config.wandb_run_id})
         _Stream.wants = frozenset(what for sink in sinks for what in sink.wants)
-        opened = [sink(args, process, primary=primary) for sink in sinks]  # type: ignore[call-arg]
-        _Stream.sinks = (_MetricsFile(path), *opened)
+        _Stream.sinks = (_MetricsFile(path),)
+        try:
+            for sink in sinks:
+                _Stream.sinks = (*_Stream.sinks, sink(args, process, primary=primary))  # type: ignore[call-arg]
+        except BaseException:
+            _close_sinks()  # alone: the error's text is still searched for the run's secrets
+            raise
     atexit.register(stop)
     return values
 
@@ -125,11 +133,16 @@ def values_of_the_run() -> dict[str, Any]:
 
 def stop() -> None:
     """Flush and close the sinks of this process; safe to call twice."""
-    sinks, _Stream.sinks = _Stream.sinks, ()
-    for sink in sinks:
-        sink.close()
+    _close_sinks()
     _Stream.args, _Stream.wants = None, frozenset()
     hide_values(Namespace())
+
+
+def _close_sinks() -> None:
+    sinks, _Stream.sinks = _Stream.sinks, ()
+    with ExitStack() as closing:  # all of them, also where one fails
+        for sink in reversed(sinks):
+            closing.callback(sink.close)
 
 
 def flush() -> None:

@@ -53,12 +53,12 @@ def connect(args: Namespace) -> None:
     logical GPUs as the run needs.
 
     Raises:
-        ConfigError: a cluster is there but does not let this process in, or none is where ``RAY_ADDRESS`` says.
+        ConfigError: a cluster is there but does not let this process in, none is where ``RAY_ADDRESS`` says, or a
+            private one, which no other machine joins, would be too small.
     """
     if ray.is_initialized():
         return
-    if vars(args).get("wandb_key") is not None:
-        env.unset("WANDB_API_KEY")  # in the environment of every process it would be there for model-written code
+    env.unset(*vars(args).get("driver_variables", ()))
     address = env.get_str("RAY_ADDRESS") or "auto"
     is_named = address != "auto"
     if not is_named:
@@ -76,13 +76,35 @@ def connect(args: Namespace) -> None:
                 f"RAY_ADDRESS is {address}, where no Ray cluster answers ({outcome}). Start it, or correct the "
                 "variable; RAY_ADDRESS=local starts a private one."
             ) from outcome
-    num_gpus = None if torch.cuda.is_available() else plan_gpus(args).num_gpus
+    num_gpus = _gpus_of_private_cluster(args)
     num_cpus = None if num_gpus is None else 2 * num_gpus + 4
     logger.info(
         "no Ray cluster is named, and this user runs none here: starting a private one (%s logical GPUs)",
         num_gpus or "no",
     )
     _start(num_gpus, num_cpus)
+
+
+def _gpus_of_private_cluster(args: Namespace) -> int | None:
+    """Return how many logical GPUs it needs; None for those that this machine has."""
+    needed, cores = plan_gpus(args).num_gpus, os.cpu_count() or 1
+    if torch.cuda.is_available():
+        if (found := torch.cuda.device_count()) < needed:
+            raise ConfigError(
+                f"the job needs {needed} GPUs; this machine has {found}, and this user runs no Ray cluster here that "
+                f"others join. Lower --actor-num-gpus-per-node ({args.actor_num_gpus_per_node}), --actor-num-nodes "
+                f"({args.actor_num_nodes}) or --rollout-num-gpus ({args.rollout_num_gpus}), or start one with ray "
+                "start --head."
+            )
+        return None
+    name = "actor_num_gpus_per_node"
+    if needed > cores and name not in vars(args).get("value_origins", {name: ""}):
+        raise ConfigError(
+            f"--actor-num-gpus-per-node is not given, and its default makes {needed} processes that train or generate "
+            f"on this machine, which has no GPU and {cores} cores. Give --actor-num-gpus-per-node 1, or 8 if you mean "
+            "it; RAY_ADDRESS names a cluster with GPUs."
+        )
+    return needed
 
 
 def disconnect(*, keeps_logs: bool) -> None:

@@ -21,7 +21,7 @@ from slime.observability.text_log import configure_logger
 from slime.ray.cluster import connect, disconnect
 from slime.ray.waiting import Interrupted, forget_all, sigterm
 from slime.utils.errors import ConfigError, DataError, HookError, SlimeError
-from slime.utils.redaction import redacted_text
+from slime.utils.redaction import hide_values, redacted_text
 
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 1
@@ -48,6 +48,7 @@ def run(
     code = EXIT_FAILED
     try:
         args = parse()
+        hide_values(args)
         if check is not None:
             check(args)
         check_contents(args)

@@ -6,6 +6,7 @@ push_started -> the ranks connect to new engines -> they push -> push_done | pus
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import ray
 
 from slime.ray.engines.deadlines import memory_timeout_s
 from slime.ray.waiting import wait_for
-from slime.utils.errors import HangError, ProcessError, WeightSyncError
+from slime.utils.errors import DeadlineError, HangError, ProcessError, WeightSyncError
 
 if TYPE_CHECKING:
     from slime.ray.actor_group import RayTrainGroup
@@ -27,6 +28,8 @@ MAX_PUSHES = 4
 """Pushes of the same weights that no engine took, each to fresh engines, after which the run ends."""
 MAX_FAILED_RESENDS = 3
 """Failures in a row of new engines to take weights, after which the run ends."""
+ANSWER_S = 60.0
+"""For the main rank to say which engines a push that is over excluded."""
 PUSH_MARGIN_S = 120.0
 """Time of a push beyond its own deadline, for the trainers' collectives after the last engine was late."""
 
@@ -151,7 +154,9 @@ class WeightPush:
         try:
             results = trainer.on_all(verb, what="the push", timeout_s=timeout_s)
         except WeightSyncError:
-            self.excluded = self._ask_excluded()
+            # A rank that failed alone has left the main rank waiting for it: then that error is all there is to know.
+            with contextlib.suppress(DeadlineError):
+                self.excluded = self._ask_excluded()
             raise
         self.excluded = self._ask_excluded()
         return next((result for result in results if result), {})
@@ -166,7 +171,7 @@ class WeightPush:
 
     def _ask_excluded(self) -> list[ExcludedEngine]:
         asked = [self.trainer.actors[0].excluded_engines.remote()]
-        return self.trainer.wait(asked, "the engines that the push excluded", PUSH_MARGIN_S)[0]
+        return self.trainer.wait(asked, "the engines that the push excluded", ANSWER_S)[0]
 
     def _report_taken(self) -> None:
         """Report the engines that took a push; a new one that a router does not take in waits for the next rollout."""

@@ -245,7 +245,10 @@ def _get(ref: ray.ObjectRef, what: str) -> Any:
         raise DeadlineError(f"the result of {what} is ready but could not be fetched within 60 s: {error}") from error
     except RayTaskError as error:
         # The caller gets the error as it was raised over there; the remote traceback stays with it as its cause.
-        raise (error.cause if isinstance(error.cause, Exception) else error) from error
+        raised = error.cause if isinstance(error.cause, Exception) else error
+        if name := _actor_name(ref):
+            raised.add_note(f"It was raised by {name}, when the job waited for {what}.")
+        raise raised from error
     except RayActorError as error:
         name = _names.get(str(error.actor_id))
         dead = f"{name} died" if name else "an actor died"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,10 +17,13 @@ from slime.flags.rollout import add_rollout_arguments
 from slime.rollout.rm_hub.policy import GraderThreads, grade_by_policy, leave_out, within
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
+from slime.utils.redaction import redacted_text
 from slime.utils.types import Sample
 
 NUM_THREADS = 32
 _THREADS = GraderThreads(NUM_THREADS)
+_READING = threading.Lock()
+"""One thread reads the tools, which may start servers; the others wait for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,7 @@ class Toolbox:
             answer = await call_in_time(self.functions[name], timeout_s, **arguments)
             return answer if isinstance(answer, str) else json.dumps(answer, default=str)
         except Exception as error:  # what the policy asks for may break a tool in any way
-            return f"Error: {type(error).__name__}: {error}"
+            return redacted_text(f"Error: {type(error).__name__}: {error}")  # it may name the tool's address
 
 
 ReadTools = Callable[[str], Iterable[tuple[dict[str, Any], Callable[..., Any]]]]
@@ -91,13 +95,14 @@ def _function_of(path: str) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
 
 
 def toolbox(args: Namespace) -> Toolbox:
-    """Return the tools of ``--rollout-tools``.
+    """Return the tools of ``--rollout-tools``; the first call in a process may take minutes.
 
     Raises:
         ConfigError: one of them cannot be imported or described, or its server does not answer.
     """
     config = turns_config(args)
-    return _toolbox(tuple(config.rollout_tools or ()), tuple(config.tool_readers.items()))
+    with _READING:
+        return _toolbox(tuple(config.rollout_tools or ()), tuple(config.tool_readers.items()))
 
 
 async def call_in_time(function: Callable[..., Any], timeout_s: float, /, *values: Any, **named: Any) -> Any:

@@ -142,11 +142,6 @@ def log_run() -> str | None:
     return get_str("SLIME_LOG_RUN")
 
 
-def wandb_api_key() -> str | None:
-    """Return ``WANDB_API_KEY``: the key of Weights & Biases; the job's processes get it with the flags instead."""
-    return get_str("WANDB_API_KEY")
-
-
 def job_secret() -> str | None:
     """Return the secret in the file ``SLIME_JOB_SECRET_FILE``, which is set for the generators of a rollout buffer."""
     path = get_str("SLIME_JOB_SECRET_FILE")

@@ -65,9 +65,11 @@ Rank = ray.remote(num_cpus=0, concurrency_groups={WATCH_GROUP: 1, "pulse": 1})(_
 
 def test_the_first_failure_ends_the_wait_with_its_own_error():
     slow, broken = Worker.remote(), Worker.remote()
+    waiting.name_actor(broken, "actor rank 1")
     start = time.monotonic()
-    with pytest.raises(ValueError, match="the layer count is 3"):
+    with pytest.raises(ValueError, match="the layer count is 3") as raised:
         wait_for([slow.echo.remote(1, 300), broken.fail.remote()], what="both", timeout_s=290)
+    assert raised.value.__notes__ == ["It was raised by actor rank 1, when the job waited for both."]
     assert time.monotonic() - start < 200
 
 

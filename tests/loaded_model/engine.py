@@ -28,6 +28,7 @@ from slime.ext.disk_push import local_copy
 from slime.ext.fast_push import engine_verbs
 from slime.ext.fast_push.loaders import RECEIVER
 from slime.utils.errors import EngineError, ProcessError
+from slime.weights.push.engine import EngineProxy
 
 START_TIMEOUT_S = 180
 
@@ -176,6 +177,7 @@ class LoadedEngine:
 
     loaders = (RECEIVER,)
     dtype = ""
+    gpus = EngineProxy.gpus
 
     def __init__(self, model: LoadedModel, *, index: int = 0, gpu_offset: int = 0, is_colocated: bool = True) -> None:
         self.model, self.index, self.gpu_offset, self.is_colocated = model, index, gpu_offset, is_colocated

@@ -104,7 +104,7 @@ async def converse(
         sample.metadata |= {"turn_start": 0, "round_number": 0}  # it may have been drawn before, and given up
         _forget_images(sample)
     if not sample.tokens:
-        sample.tokens = _prompt_tokens(state, sample, toolbox(args))
+        sample.tokens = _prompt_tokens(state, sample, await asyncio.to_thread(toolbox, args))
     context = args.eval_max_context_len if evaluation else args.rollout_max_context_len
     num_prompt = len(sample.tokens) - sample.response_length
     bounds = [sampling_params.get("max_new_tokens"), None if context is None else context - num_prompt]
@@ -242,7 +242,7 @@ async def generate(
     is FAILED and trains nothing.  The environment of a continued sample begins again and gets the same turns.
     """
     config = turns_config(args)
-    player = _Player(config, sample, toolbox(args))
+    player = _Player(config, sample, await asyncio.to_thread(toolbox, args))
     limits: dict[str, Any] = {"max_turns": config.rollout_max_turns, "evaluation": evaluation}
     if config.rollout_environment is None:
         return await converse(args, sample, sampling_params, player.observe, **limits)

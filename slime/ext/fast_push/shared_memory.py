@@ -55,10 +55,10 @@ class SharedMemoryCarrier(Carrier):
     def connect(self, engines: Sequence[EngineProxy]) -> bool:
         """Find the engine that shares this rank's GPU, and the ranks that can map each other's buffers."""
         world_size, rank = self.ranks.world_size, self.ranks.rank
-        inside = [e for e in engines if e.is_colocated and e.gpu_offset + e.num_gpus <= world_size]
+        inside = [e for e in engines if e.is_colocated and e.gpus.stop <= world_size]
         engine_of_gpu: dict[int, EngineProxy] = {}
         for engine in inside:
-            for gpu in gpus_of(engine):
+            for gpu in engine.gpus:
                 if gpu in engine_of_gpu:
                     raise ConfigError(
                         f"engines {engine_of_gpu[gpu].index} and {engine.index} both claim the GPU of trainer rank "
@@ -147,17 +147,12 @@ class SharedMemoryCarrier(Carrier):
         if not handles:
             return
         what = f"loading {'buckets' if len(handles) > 1 else 'bucket'} {' and '.join(map(str, handles))}"
-        payloads = {bucket: [of_gpus[gpu] for gpu in gpus_of(engine)] for bucket, of_gpus in handles.items()}
+        payloads = {bucket: [of_gpus[gpu] for gpu in engine.gpus] for bucket, of_gpus in handles.items()}
         try:
             request = engine.run(verbs.receive_weight_buckets, push.id, payloads)
             request.wait(push.participants.clock.step_s)
         except PUSH_FAILURES as error:
             push.participants.exclude(engine.index, f"{reason_of(error)} (while {what})")
-
-
-def gpus_of(engine: EngineProxy) -> range:
-    """Return the GPUs of an engine, counted from the first of the rollout slice."""
-    return range(engine.gpu_offset, engine.gpu_offset + engine.num_gpus)
 
 
 def neighbourhoods(engines: Sequence[EngineProxy], world_size: int, ranks_per_host: int) -> list[list[int]]:
@@ -168,7 +163,7 @@ def neighbourhoods(engines: Sequence[EngineProxy], world_size: int, ranks_per_ho
     hosts = list(range(-(-world_size // ranks_per_host)))
     for engine in engines:
         first = hosts[engine.gpu_offset // ranks_per_host]
-        touched = {hosts[gpu // ranks_per_host] for gpu in gpus_of(engine)}
+        touched = {hosts[gpu // ranks_per_host] for gpu in engine.gpus}
         hosts = [first if host in touched else host for host in hosts]
     used = {hosts[engine.gpu_offset // ranks_per_host] for engine in engines}
     return [[rank for rank in range(world_size) if hosts[rank // ranks_per_host] == host] for host in sorted(used)]

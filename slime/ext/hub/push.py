@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 3600.0
 """For the pushes that are under way when the run ends."""
+SAY_S = 60.0
+"""Between two lines on what the end of the run waits for."""
 
 
 class HubSink(Sink):
@@ -63,7 +66,16 @@ class HubSink(Sink):
             logger.info("%s is %s/%s", folder, self._api.endpoint, self._repository)
 
     def close(self) -> None:
-        if self._last is not None:
-            self._last.join(CLOSE_S)
-            if self._last.is_alive():
-                logger.error("The last push to %s has not ended in %.0f s.", self._repository, CLOSE_S)
+        until_s = time.monotonic() + CLOSE_S
+        while self._last is not None and self._last.is_alive():
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                logger.error(
+                    "The last push to %s has not ended in %.0f s (slime.ext.hub.push.CLOSE_S); hf upload pushes the "
+                    "exports in %s.", self._repository, CLOSE_S, self._folder,
+                )  # fmt: skip
+                return
+            logger.info(
+                "The run is over; its last push to %s is under way, for %.0f s more at most.", self._repository, left_s
+            )
+            self._last.join(min(SAY_S, left_s))

@@ -96,9 +96,9 @@ def _form_for(engine: EngineProxy, push: Push, tensors: Mapping[str, Tensor]) ->
     """Return how an engine gets the tensors: one that has rank 0's GPU alone maps them where they are, and one with a
     GPU on another host cannot open memory of this one.
     """
-    if not (engine.is_colocated and engine.gpu_offset + engine.num_gpus <= push.ranks.ranks_per_host):
+    if not (engine.is_colocated and engine.gpus.stop <= push.ranks.ranks_per_host):
         return BY_VALUE
-    is_on_card = (engine.gpu_offset, engine.num_gpus) == (0, 1) and not any(one.is_cpu for one in tensors.values())
+    is_on_card = engine.gpus == range(1) and not any(one.is_cpu for one in tensors.values())
     return ON_CARD if is_on_card else ON_HOST
 
 

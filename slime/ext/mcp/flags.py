@@ -5,15 +5,35 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from importlib.util import find_spec
+from urllib.parse import parse_qsl, urlsplit
 
 from slime.flags.group import FlagGroup
+from slime.utils.redaction import is_secret
 
 PREFIX = "mcp:"
+KEY_LENGTH = 16
+"""Letters from which on a word with a digit, in the path or the query of an address, counts as a key."""
 
 
 def derive_servers(args: Namespace) -> None:
-    """Have the tools of MCP servers read."""
+    """Have the tools of MCP servers read, and the keys in their addresses kept out of every text."""
     args.tool_readers = args.tool_readers | {PREFIX: "slime.ext.mcp.server.read_tools"}
+    words = [path.removeprefix(PREFIX).strip() for path in args.rollout_tools or () if path.startswith(PREFIX)]
+    args.rollout_tool_secrets = [key for word in words if "://" in word for key in keys_in(word)]
+
+
+def keys_in(url: str) -> list[str]:
+    """Return what looks like a key in an address: services put keys into paths too, or give them any name."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # no address, as who connects to it will say
+        return []
+    named = [(name, value) for name, value in parse_qsl(parts.query)] + [("", one) for one in parts.path.split("/")]
+    return [
+        value
+        for name, value in named
+        if (name and is_secret(name)) or (len(value) >= KEY_LENGTH and any(letter.isdigit() for letter in value))
+    ]
 
 
 def check_servers(args: Namespace) -> Iterator[str]:

@@ -94,7 +94,8 @@ class RecordSink(Sink):
 
     def begin(self, name: str, fields: Mapping[str, Any]) -> None:
         if self.writer is not None and self._use is None and name == "train":
-            self._use = UseSampler(self._args)  # other processes have no step at whose end it would be logged
+            # Other processes have no step at whose end it would be logged.
+            self._use = UseSampler(self._args, host=platform.node())
 
     def span(self, name: str, began: float, ended: float, fields: Mapping[str, Any]) -> None:
         if self.writer is not None:

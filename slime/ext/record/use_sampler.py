@@ -47,9 +47,11 @@ class UseSampler:
     Args:
         args: the run's arguments, complete or not.
         nvml: the module ``pynvml``; None: the one of this machine.
+        host: in the names of the metrics, those of other machines than the driver's; "" for the driver's.
     """
 
-    def __init__(self, args: Namespace, nvml: Any = None) -> None:
+    def __init__(self, args: Namespace, nvml: Any = None, host: str = "") -> None:
+        self._of_host = host and f"/{host}"
         self._secret = job_secret(args)
         self._ask: Callable[[], JobState] | None = None
         self._samples: dict[str, list[float]] = defaultdict(list)
@@ -126,7 +128,8 @@ class UseSampler:
             samples, self._samples = self._samples, defaultdict(list)
         found: dict[str, float] = {}
         for name, values in samples.items():
-            found |= {f"perf/{name}/mean": fmean(values), f"perf/{name}/max": max(values)}
+            name = f"perf/{name}{self._of_host}"
+            found |= {f"{name}/mean": fmean(values), f"{name}/max": max(values)}
         return found
 
     def close(self) -> None:

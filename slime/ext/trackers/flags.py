@@ -23,6 +23,8 @@ from slime.utils import env
 
 logger = logging.getLogger(__name__)
 
+WANDB_VARIABLE = "WANDB_API_KEY"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrackersConfig:
@@ -94,15 +96,19 @@ def add_tracker_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def derive_wandb_key(args: Namespace) -> None:
-    """Read the key of Weights & Biases."""
+    """Read the key of Weights & Biases; the job's processes get it with the flags."""
     if args.wandb_key is None:
         path = args.wandb_key_file
-        args.wandb_key = secret_of_file(Path(path), "--wandb-key-file", make=False) if path else env.wandb_api_key()
+        args.wandb_key = (
+            secret_of_file(Path(path), "--wandb-key-file", make=False) if path else env.get_str(WANDB_VARIABLE)
+        )
     else:
         logger.warning(
             "--wandb-key: every user of this host sees the key in the list of processes; give --wandb-key-file or "
             "WANDB_API_KEY instead."
         )
+    if args.wandb_key is not None:
+        args.driver_variables.append(WANDB_VARIABLE)
 
 
 def check_trackers(args: Namespace) -> Iterator[str]:

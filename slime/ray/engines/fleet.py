@@ -54,6 +54,8 @@ class EngineFleet:
         )
         self._has_snapshot = False
         self._start_guard = threading.Lock()
+        self._said: list[str] = []
+        """Addresses that the log has."""
         self._next_router_check_s = 0.0
         self._monitors: list[HealthMonitor] = []
         for group in self.groups if args.use_fault_tolerance or args.rollout_stall_timeout_s > 0 else ():
@@ -79,9 +81,10 @@ class EngineFleet:
         """
         with self._start_guard:
             wait_until_serving(self.groups, start_timeout_s(self.args.engine_start_timeout_s))
-        guard = "no secret" if job_secret(self.args) is None else "the job's secret"
-        lines = [line for server in self.servers for line in server.listens_at()]
-        logger.info("listening, guarded by %s: %s", guard, "; ".join(lines) or "nothing")
+            lines = [line for server in self.servers for line in server.listens_at()]
+            if lines != self._said:
+                self._said, guard = lines, "no secret" if job_secret(self.args) is None else "the job's secret"
+                logger.info("listening, guarded by %s: %s", guard, "; ".join(lines))
 
     def stop(self) -> None:
         """Stop engines and routers in an orderly way; external ones stay."""

@@ -34,11 +34,16 @@ class EngineProxy(ABC):
     gpu_offset: int
     """First of them, counted from the start of the rollout slice."""
     is_colocated: bool
-    """The engine shares its GPUs with trainer ranks ``gpu_offset .. gpu_offset + num_gpus - 1``."""
+    """The engine shares :attr:`gpus` with the trainer ranks of the same numbers."""
     loaders: tuple[str, ...] = ()
     """Import paths that its server takes as ``load_format`` (``--custom-weight-loader``)."""
     dtype: str = ""
     """The dtype in which it computes, as SGLang calls it; "" for the trainer's."""
+
+    @property
+    def gpus(self) -> range:
+        """The engine's GPUs, counted from the start of the rollout slice."""
+        return range(self.gpu_offset, self.gpu_offset + self.num_gpus)
 
     @abstractmethod
     def start(self, method: str, /, *arguments: Any, **keywords: Any) -> Pending:

@@ -231,6 +231,9 @@ FAMILIES = (
         flags=gemma4_flags,
         engine_dtype="bfloat16",
         engine_keys={"vision_config": "it fails"},
+        # They have one width of heads for all layers there, and none on experts.
+        engine_without_adapters=tuple(f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")),
+        engine_hides_experts=True,
         published={f"gemma-4-{size}{kind}": keys for size, keys in _PUBLISHED.items() for kind in ("", "-it")},
     ),
 )

@@ -1,7 +1,7 @@
-"""Gemma 4: the router's factor after a push.
+"""Gemma 4: the factor of its router.
 
 On a CPU, SGLang 0.5.15 refuses torch's attention, which looks for the keys of windows in the other pool, pads widths
-of experts that a dense model lacks, and has no kernel for capped logits.
+of experts that a dense model lacks, and has no kernel for capped logits, nor for experts with GELU.
 """
 
 from __future__ import annotations
@@ -51,14 +51,33 @@ def soft_cap(original: Callable[..., Any], logits: torch.Tensor, cap: float) -> 
     return original(logits, cap) if logits.is_cuda else logits.div_(cap).tanh_().mul_(cap)
 
 
-def with_present_scale(router: Any, *_: Any) -> None:
-    """Fold the router's factor into its norm for every pass: SGLang does so for the first one, before any push."""
+def with_present_factor(original: Callable[..., torch.Tensor], router: Any, x: torch.Tensor) -> torch.Tensor:
+    """Fold the router's factor into its norm in every pass: SGLang does so in the first one, and pushes come later.
+
+    On a CPU its norm leaves the factor out.
+    """
     router.fuse_scale()
+    logits: torch.Tensor = original(router, x) if x.is_cuda else router.proj(router.norm(x) * router.norm.weight)[0]
+    return logits
+
+
+def gated_by_gelu(original: Callable[..., Any], method: Any, layer: Any, dispatched: Any) -> Any:
+    """Run experts with GELU, approximated by tanh, on a CPU in plain torch; SGLang runs those with SiLU alone."""
+    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+    from sglang.srt.utils import use_intel_amx_backend
+
+    config = method.moe_runner_config
+    if config.activation != "gelu" or use_intel_amx_backend(layer):
+        return original(method, layer, dispatched)
+    output = moe_forward_native(layer, dispatched.hidden_states, dispatched.topk_output, config)
+    return StandardCombineInput(hidden_states=output)
 
 
 HOOKS = (
-    ("sglang.srt.models.gemma4_causal.Gemma4Router.forward", with_present_scale, "before"),
+    ("sglang.srt.models.gemma4_causal.Gemma4Router.forward", with_present_factor, "around"),
     ("sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments", adjust, "around"),
+    ("sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.forward_cpu", gated_by_gelu, "around"),
     ("sglang.srt.configs.update_config.update_intermediate_size", pad_what_is_there, "around"),
     ("sglang.srt.layers.logits_processor.fused_softcap", soft_cap, "around"),
     (f"{_BACKEND}._run_sdpa_forward_extend", in_window_pool, "around"),

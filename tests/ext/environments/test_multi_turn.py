@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import sys
+import threading
 import time
 from argparse import Namespace
 
@@ -40,6 +41,26 @@ def policy(prompt):
 
 async def environment(turn):
     return dict(DIALOGUE)[turn]
+
+
+SERVER_STARTS = threading.Event()
+
+
+def read_when_started(path):
+    assert SERVER_STARTS.wait(20)
+    yield {"type": "function", "function": {"name": path, "parameters": {}}}, print
+
+
+def test_the_event_loop_runs_while_the_servers_of_tools_start(talk, ask):
+    args, _ = talk(policy, rollout_tools=["slow"], tool_readers={"slow": f"{__name__}.read_when_started"})
+
+    async def start_meanwhile():
+        playing = asyncio.create_task(generate(args, ask("?"), PARAMS))
+        await asyncio.sleep(0.05)
+        SERVER_STARTS.set()
+        return await playing
+
+    assert asyncio.run(start_meanwhile()).status is Sample.Status.COMPLETED
 
 
 def played(args, sample, params=PARAMS, **keywords):

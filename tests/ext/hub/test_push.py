@@ -97,6 +97,21 @@ def test_a_push_that_fails_is_logged_with_its_command_and_a_repository_of_others
         HubSink(arguments(tmp_path, "OTHER/name"), "driver", primary=True)
 
 
+def test_the_end_of_a_run_says_what_it_waits_for_until_the_deadline_that_it_names(tmp_path, hub, caplog, monkeypatch):
+    ends = threading.Event()
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", lambda *_, **__: ends.wait(60))
+    monkeypatch.setattr("slime.ext.hub.push.CLOSE_S", 0.3)
+    monkeypatch.setattr("slime.ext.hub.push.SAY_S", 0.1)
+    caplog.set_level("INFO")
+    sink = HubSink(arguments(tmp_path, "org/name"), "driver", primary=True)
+    sink.event("save", {"rollout": 1})
+    sink.close()
+    ends.set()
+    *waits, given_up = [record.getMessage() for record in caplog.records if "last push" in record.getMessage()]
+    assert len(waits) >= 2 and all("org/name is under way" in line for line in waits)
+    assert "has not ended in 0 s (slime.ext.hub.push.CLOSE_S)" in given_up
+
+
 def test_what_could_not_be_pushed_is_refused_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     [said] = check_repository(arguments(tmp_path, "org/name"))

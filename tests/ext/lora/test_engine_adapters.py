@@ -23,6 +23,7 @@ from slime.ext.lora.engine_adapters import (
     served_adapters,
 )
 from slime.utils.errors import EngineError, WeightSyncError
+from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import Participants, PushClock
 from slime.weights.push.state import Push, TrainerRanks
 from tests.unit.backends.sglang_utils.test_sglang_engine import NotingServer, make_engine
@@ -34,6 +35,8 @@ TENSORS = {
 
 
 class Engine:
+    gpus = EngineProxy.gpus
+
     def __init__(self, index: int, gpu_offset: int, *, is_colocated: bool = True, error: Exception | None = None):
         self.index, self.gpu_offset, self.is_colocated, self.error = index, gpu_offset, is_colocated, error
         self.num_gpus = 1

@@ -317,6 +317,24 @@ def test_a_run_with_deaths_and_recoveries_says_so(tmp_path):
     assert "It was started 2 times." in verdict
 
 
+@pytest.mark.parametrize(
+    ("right", "said"),
+    [
+        ((2, 1), "Evaluation math: no clear change (n=16 prompts), 0.125 to 0.0625 (best 0.125)."),
+        ((2, 10), "Evaluation math rose from 0.125 to 0.625 (best 0.625)."),
+    ],
+)
+def test_a_change_is_one_only_beyond_the_noise_of_its_answers(tmp_path, right, said):
+    args = Namespace(save=str(tmp_path), value_origins={})
+    recording.start(args, "driver", primary=True)
+    for step, count in enumerate(right):
+        answers = [Sample(index=i, prompt=f"{i}", response="", reward=float(i < count), tokens=[1]) for i in range(16)]
+        recording.evaluation(step, {"math": {"samples": answers}})
+        append_record(tmp_path / "metrics.jsonl", {"eval/math": count / 16, "eval/step": step})
+    recording.stop()
+    assert said in report.lines_of(read_run(tmp_path))
+
+
 def test_the_time_between_two_jobs_of_a_run_and_what_an_older_run_did_are_no_time_of_it(tmp_path):
     folder = tmp_path / "run"
     flags = {"colocate": True, "rollout_num_gpus": 2, "actor_num_gpus_per_node": 2}

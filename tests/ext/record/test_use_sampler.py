@@ -67,9 +67,9 @@ def test_one_process_of_a_run_on_a_machine_samples_its_gpus():
     other.sample()
     assert second.metrics() == {} and other.metrics()
     first.close()
-    third = UseSampler(Namespace(wandb_run_id="r"), Nvml())
+    third = UseSampler(Namespace(wandb_run_id="r"), Nvml(), "node-1")
     third.sample()
-    assert third.metrics()
+    assert third.metrics()["perf/gpu_use/node-1/max"] == 0.6
     for sampler in (second, other, third):
         sampler.close()
 

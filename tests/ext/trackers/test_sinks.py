@@ -184,9 +184,10 @@ def test_wandb_wants_a_key_a_login_or_no_network(monkeypatch, tmp_path):
 
 def test_a_key_of_wandb_on_the_command_line_is_advised_against(caplog, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    args = wanted()
+    args = wanted(driver_variables=[])
     derive_wandb_key(args)
-    assert args.wandb_key is None and caplog.text == ""
+    assert args.wandb_key is None and caplog.text == "" and args.driver_variables == []
     args.wandb_key = "k3y"
     derive_wandb_key(args)
     assert "--wandb-key-file" in caplog.text and "k3y" not in caplog.text
+    assert args.driver_variables == ["WANDB_API_KEY"]  # which leaves the environment of the job

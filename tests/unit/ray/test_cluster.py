@@ -33,7 +33,8 @@ def test_a_cluster_that_is_named_and_does_not_answer_is_not_replaced_by_a_privat
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster.ray, "init", refuse)
     monkeypatch.setattr(cluster, "_start", lambda *resources: started.append(resources))
-    args = Namespace(wandb_key=None)
+    args = Namespace(driver_variables=["MY_KEY"])
+    monkeypatch.setenv("MY_KEY", "k")
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
     with pytest.raises(ConfigError, match="RAY_ADDRESS is ray://10.0.0.1:10001.*nobody listens"):
         cluster.connect(args)
@@ -45,7 +46,18 @@ def test_a_cluster_that_is_named_and_does_not_answer_is_not_replaced_by_a_privat
     cluster.connect(args)
     monkeypatch.setattr(cluster, "own_cluster", lambda: "127.0.0.1:1")  # it has died since
     cluster.connect(args)
-    assert started == [(2, 8), (2, 8)]
+    monkeypatch.setattr(cluster.os, "cpu_count", lambda: 1)
+    args.value_origins = {}  # nobody asked for two ranks
+    with pytest.raises(ConfigError, match="--actor-num-gpus-per-node is not given.*has no GPU and 1 cores"):
+        cluster.connect(args)
+    args.value_origins["actor_num_gpus_per_node"] = "flag"
+    assert cluster._gpus_of_private_cluster(args) == 2
+    monkeypatch.setattr(cluster.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cluster.torch.cuda, "device_count", lambda: 1)
+    vars(args).update(actor_num_gpus_per_node=2, actor_num_nodes=1, rollout_num_gpus=2)
+    with pytest.raises(ConfigError, match=r"needs 2 GPUs; this machine has 1.*--actor-num-gpus-per-node \(2\)"):
+        cluster.connect(args)
+    assert started == [(2, 8), (2, 8)] and env.get_str("MY_KEY") is None
 
 
 @pytest.mark.parametrize("given", ["", "a token"])

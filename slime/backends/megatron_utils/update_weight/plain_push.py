@@ -50,9 +50,9 @@ class PlainPush(Transport):
 
     def connect(self, engines: Sequence[EngineProxy], weights: SentWeights) -> None:
         """Find out which engines share a GPU with this rank."""
-        colocated = [e for e in engines if e.is_colocated and e.gpu_offset + e.num_gpus <= self._ranks.world_size]
+        colocated = [e for e in engines if e.is_colocated and e.gpus.stop <= self._ranks.world_size]
         rank, self._has_colocated = self._ranks.rank, bool(colocated)
-        self._shares_gpu = any(e.gpu_offset <= rank < e.gpu_offset + e.num_gpus for e in colocated)
+        self._shares_gpu = any(rank in engine.gpus for engine in colocated)
         self._beside = [engine for engine in colocated if engine.gpu_offset == rank]
         self._remote = [e for e in engines if e not in colocated] if self._ranks.rank == 0 else []
         if weights is not self._weights:
@@ -130,7 +130,7 @@ class PlainPush(Transport):
 
     def _hand_over(self, push: Push, handles: list[str]) -> None:
         """Let the engines that begin on this rank's GPU load a bucket, each of their GPUs from its own memory."""
-        of_engines = {e.index: handles[e.gpu_offset : e.gpu_offset + e.num_gpus] for e in self._beside}
+        of_engines = {e.index: [handles[gpu] for gpu in e.gpus] for e in self._beside}
         if any("" in own for own in of_engines.values()):
             return  # a rank has failed, which ends the push at the next meeting
         push.participants.ask(

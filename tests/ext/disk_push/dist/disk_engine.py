@@ -49,6 +49,7 @@ class DiskEngine:
 
     num_gpus = 1
     gpu_offset = 0
+    gpus = range(1)
     is_colocated = False
     dtype = ""
 

@@ -33,6 +33,7 @@ from slime.ext.fast_push.loaders import RECEIVER
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.weights.digest import combine, digest_tensor
 from slime.weights.manifest import Manifest
+from slime.weights.push.engine import EngineProxy
 
 HALL_TIMEOUT_S = 60
 FAULTY_BUCKET = 1
@@ -88,6 +89,7 @@ class FaultyEngine:
 
     loaders = (RECEIVER,)
     dtype = ""
+    gpus = EngineProxy.gpus
 
     def __init__(self, address: str, *, index: int, num_gpus: int, gpu_offset: int, is_colocated: bool) -> None:
         self.index, self.num_gpus, self.gpu_offset, self.is_colocated = index, num_gpus, gpu_offset, is_colocated

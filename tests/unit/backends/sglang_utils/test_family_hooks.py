@@ -10,6 +10,7 @@ import torch
 
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.family_hooks import family_hooks
+from slime_plugins.models.gemma4 import sglang_hooks as gemma4
 from slime_plugins.models.glm4 import sglang_hooks as glm4v
 from slime_plugins.models.olmo3 import sglang_hooks as olmo3
 
@@ -47,3 +48,37 @@ def test_olmo3_reads_the_rotary_settings_of_config_json(spelling: str) -> None:
     config = Olmo3Config.__new__(Olmo3Config)
     olmo3.rotary_settings(Olmo3Config.__init__, config, **(given or {"rope_scaling": yarn, "rope_theta": 5e5}))
     assert (config.rope_theta, config.rope_scaling["rope_theta"], config.rope_scaling["factor"]) == (5e5, 5e5, 4.0)
+
+
+def test_gemma4_routes_by_the_factor_of_the_last_push() -> None:
+    cpu_shim.install()
+    from sglang.srt.models.gemma4_causal import Gemma4Router
+
+    router = Gemma4Router(SimpleNamespace(hidden_size=4, rms_norm_eps=0.0, num_experts=2))
+    router.proj.weight.data = torch.tensor([[1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0]])
+    x = torch.tensor([[2.0, 2.0, -2.0, -2.0]])
+    for factor in ([1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 4.0]):
+        router.scale.data = torch.tensor(factor)
+        with torch.no_grad():
+            logits = gemma4.with_present_factor(Gemma4Router.forward, router, x)
+        expected = router.proj.weight @ (x[0].sign() * router.scale / 2)
+        torch.testing.assert_close(logits[0], expected.detach())
+
+
+def test_gemma4_experts_on_a_cpu_are_those_of_transformers() -> None:
+    cpu_shim.install()
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+    from transformers import Gemma4TextConfig
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts
+
+    sizes = {"hidden_size": 8, "num_experts": 3, "top_k_experts": 2, "moe_intermediate_size": 5}
+    experts = Gemma4TextExperts(Gemma4TextConfig(enable_moe_block=True, **sizes))
+    weights = {name: parameter.data.normal_() for name, parameter in experts.named_parameters()}
+    x, ids, shares = torch.randn(4, 8), torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2]]), torch.rand(4, 2)
+    layer = SimpleNamespace(num_experts=3, w13_weight=weights["gate_up_proj"], w2_weight=weights["down_proj"])
+    method = SimpleNamespace(
+        moe_runner_config=SimpleNamespace(activation="gelu", apply_router_weight_on_input=False, gemm1_alpha=None)
+    )
+    dispatched = SimpleNamespace(hidden_states=x, topk_output=(shares, ids, None))
+    output = gemma4.gated_by_gelu(UnquantizedFusedMoEMethod.forward_cpu, method, layer, dispatched)
+    torch.testing.assert_close(output.hidden_states, experts(x, ids, shares).detach())

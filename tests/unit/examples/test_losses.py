@@ -1,4 +1,4 @@
-"""Dr. GRPO's reducer: the length of a response does not matter, its mask does."""
+"""Losses from outside the tree: Dr. GRPO's reducer, in which a response's length does not matter, and REINFORCE."""
 
 from __future__ import annotations
 
@@ -23,3 +23,12 @@ def test_every_trained_token_weighs_the_same_and_the_other_means_stay():
     value, metrics = run(args, batch, logits)
     assert value == metrics["pg_loss"] == pytest.approx((-2.0 + 3 * 1.0) / 1000)
     assert metrics["entropy_loss"] == pytest.approx(run(make_args(), batch, logits)[1]["entropy_loss"])
+
+
+def test_reinforce_is_the_mean_of_advantage_times_log_prob_over_trained_tokens():
+    start_single_process(parse(*MODEL_FLAGS))
+    batch = make_batch(masks=((1,), (1, 1, 0, 1)), advantages=[[2.0], [-1.0, -1.0, 9.0, -1.0]])
+    logits = make_logits(batch, [[-0.5], [-1.0, -2.0, -5.0, -3.0]])
+    args = make_args(loss_type="custom_loss", custom_loss_function_path="examples.custom_loss.reinforce")
+    value, metrics = run(args, batch, logits, "custom_loss")
+    assert value == metrics["loss"] == metrics["pg_loss"] == pytest.approx(2.0 * 0.5 - (1.0 + 2.0 + 3.0) / 3)

@@ -1,0 +1,27 @@
+"""A loss of your own: REINFORCE, the log-likelihood of each token times its advantage, without a ratio to clip.
+
+--loss-type custom_loss --custom-loss-function-path examples.custom_loss.reinforce
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+
+COLUMNS = ("unconcat_tokens", "total_lengths", "response_lengths")
+
+
+def reinforce(
+    args: Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return ``-sum over samples of mean(advantage * log-prob)``, and metrics that are reduced likewise."""
+    _, result = get_log_probs_and_entropy(logits, args=args, **{name: batch[name] for name in COLUMNS})
+    loss_T = -torch.cat(batch["advantages"]) * torch.cat(result["log_probs"])
+    loss = sum_of_sample_mean(loss_T)
+    return loss, {"pg_loss": loss.detach()}
