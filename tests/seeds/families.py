@@ -68,6 +68,30 @@ GEMMA = Seed(
     ),
 )
 
+GEMMA_MOE_PREPARE = (torch_dist("gemma4-26B-A4B", "gemma-4-26B-A4B-it", "gemma-4-26B-A4B-it_torch_dist"),)
+GEMMA_MOE_FLAGS = "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --sglang-ep-size 1"
+
+GEMMA_MOE = replace(
+    GEMMA,
+    title="Gemma-4-26B-A4B",
+    script="run-gemma4-26B-A4B.sh",
+    family="gemma4-moe",
+    folder="gemma-4-26B-A4B-it",
+    cpu=Form(
+        sizes={"sliding_window": 16, "intermediate_size": 96},
+        prepare=GEMMA_MOE_PREPARE,
+        flags=f"{CPU_FLAGS} {GEMMA_MOE_FLAGS}",
+        jobs=(Job("TP2 EP2 SP; colocated, two engines", "--rollout-num-gpus-per-engine 1"),),
+    ),
+    gpu=replace(
+        GEMMA.gpu,
+        sizes={**GEMMA.gpu.sizes, "moe_intermediate_size": 256},
+        prepare=GEMMA_MOE_PREPARE,
+        flags=f"{GPU_FLAGS} {GEMMA_MOE_FLAGS}",
+        jobs=(Job("TP2 EP2 SP; colocated, an engine of TP2", COLOCATED, bound=0.1),),
+    ),
+)
+
 
 def dense(
     title: str,
@@ -152,6 +176,6 @@ NEMOTRON = Seed(
 )
 
 FAMILIES = {
-    **{"olmo3-7b": OLMO, "gemma4-31b": GEMMA, "mixtral-8x7b": MIXTRAL, "seed-oss-36b": SEED_OSS},
-    **{"mistral-small-24b": MISTRAL, "nemotron3-nano-30b": NEMOTRON},
+    **{"olmo3-7b": OLMO, "gemma4-31b": GEMMA, "gemma4-26b": GEMMA_MOE, "mixtral-8x7b": MIXTRAL},
+    **{"seed-oss-36b": SEED_OSS, "mistral-small-24b": MISTRAL, "nemotron3-nano-30b": NEMOTRON},
 }

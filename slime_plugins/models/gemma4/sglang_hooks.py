@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_EXPERTS = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
 
 
 def adjust(original: Callable[..., None], server_args: Any) -> None:
@@ -61,7 +62,7 @@ def with_present_factor(original: Callable[..., torch.Tensor], router: Any, x: t
     return logits
 
 
-def gated_by_gelu(original: Callable[..., Any], method: Any, layer: Any, dispatched: Any) -> Any:
+def gated_by_gelu(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
     """Run experts with GELU, approximated by tanh, on a CPU in plain torch; SGLang runs those with SiLU alone."""
     from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
@@ -69,15 +70,16 @@ def gated_by_gelu(original: Callable[..., Any], method: Any, layer: Any, dispatc
 
     config = method.moe_runner_config
     if config.activation != "gelu" or use_intel_amx_backend(layer):
-        return original(method, layer, dispatched)
-    output = moe_forward_native(layer, dispatched.hidden_states, dispatched.topk_output, config)
+        return original(method, layer, dispatch_output)
+    output = moe_forward_native(layer, dispatch_output.hidden_states, dispatch_output.topk_output, config)
     return StandardCombineInput(hidden_states=output)
 
 
 HOOKS = (
     ("sglang.srt.models.gemma4_causal.Gemma4Router.forward", with_present_factor, "around"),
     ("sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments", adjust, "around"),
-    ("sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.forward_cpu", gated_by_gelu, "around"),
+    (f"{_EXPERTS}.forward_cpu", gated_by_gelu, "around"),
+    (f"{_EXPERTS}.forward_native", gated_by_gelu, "around"),  # the same function, called on a CPU without AMX
     ("sglang.srt.configs.update_config.update_intermediate_size", pad_what_is_there, "around"),
     ("sglang.srt.layers.logits_processor.fused_softcap", soft_cap, "around"),
     (f"{_BACKEND}._run_sdpa_forward_extend", in_window_pool, "around"),

@@ -80,5 +80,7 @@ def test_gemma4_experts_on_a_cpu_are_those_of_transformers() -> None:
         moe_runner_config=SimpleNamespace(activation="gelu", apply_router_weight_on_input=False, gemm1_alpha=None)
     )
     dispatched = SimpleNamespace(hidden_states=x, topk_output=(shares, ids, None))
-    output = gemma4.gated_by_gelu(UnquantizedFusedMoEMethod.forward_cpu, method, layer, dispatched)
+    output = gemma4.gated_by_gelu(
+        UnquantizedFusedMoEMethod.forward_cpu, method, layer=layer, dispatch_output=dispatched
+    )
     torch.testing.assert_close(output.hidden_states, experts(x, ids, shares).detach())
