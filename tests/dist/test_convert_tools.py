@@ -33,7 +33,7 @@ def test_there_and_back_gives_every_tensor_bit_for_bit(tmp_path):
     write_hf_model(tmp_path / "hf", "qwen3")
     done = run_tool("convert_hf_to_torch_dist.py", "--hf-checkpoint", tmp_path / "hf", "--save", tmp_path / "dist")
     assert done.returncode == 0, done.stderr
-    assert "--num-layers 3" in done.stderr and "num_hidden_layers is 3" in done.stderr
+    assert "model flags follow from" in done.stderr
     assert (tmp_path / "dist" / "latest_checkpointed_iteration.txt").read_text() == "release"
     back = ("--input-dir", tmp_path / "dist" / "release", "--output-dir", tmp_path / "back")
     done = run_tool("convert_torch_dist_to_hf.py", *back, "--origin-hf-dir", tmp_path / "hf")
