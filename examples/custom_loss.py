@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
-
-COLUMNS = ("unconcat_tokens", "total_lengths", "response_lengths")
+from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy, reader_columns
 
 
 def reinforce(
     args: Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-sum over samples of mean(advantage * log-prob)``, and metrics that are reduced likewise."""
-    _, result = get_log_probs_and_entropy(logits, args=args, **{name: batch[name] for name in COLUMNS})
+    _, result = get_log_probs_and_entropy(logits, args=args, **reader_columns(batch))
     loss_T = -torch.cat(batch["advantages"]) * torch.cat(result["log_probs"])
     loss = sum_of_sample_mean(loss_T)
     return loss, {"pg_loss": loss.detach()}

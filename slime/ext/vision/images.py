@@ -47,7 +47,7 @@ class ImageBatch:
 def place_images(tokens: Tensor, grids: Tensor, *, image_token: int, merge: int) -> tuple[Tensor, Tensor]:
     """Return the rows of the tower's output that a sequence takes, and its positions.
 
-    Text advances all axes by one a token.  An image has the axes of its own tokens, from where it begins, and what
+    Text advances all axes by one a token.  An image has the axes of its patches, from where it begins, and what
     follows begins after its longer side.
 
     Args:

@@ -152,7 +152,7 @@ def gemma4_flags(config: Config) -> Iterator[Flag | str]:
 
 
 def _expert_flags(config: Config) -> Iterator[Flag | str]:
-    """Yield the MLP's width as that of the expert which sees every token, and how the others are chosen."""
+    """Yield the MLP as an expert that sees every token, and how the others are chosen."""
     has_experts, num_experts = config.get("enable_moe_block"), config.get("num_experts")
     if bool(has_experts) != bool(num_experts):
         yield f"enable_moe_block is {has_experts}, and num_experts {num_experts}; they go together"

@@ -112,6 +112,7 @@ def test_engines_are_told_the_modules_under_their_own_names(
         ("qwen2_moe", ["all-linear"], "no adapters on down_proj, gate_proj, up_proj of Qwen2"),
         ("qwen3_next", ["all-linear"], "no adapters on down_proj, gate_proj, in_proj_ba, in_proj_qkvz, k_proj"),
         ("gpt_oss", ["all-linear"], r"no adapters on .*gate_up_proj.* of gpt-oss"),
+        ("gemma4", ["all-linear"], "no adapters on down_proj, gate_proj, k_proj, .* of Gemma 4"),
         ("deepseek_v4", ["all-linear"], "no adapters on wkv, wo_b, wq_a, wq_b of DeepSeek-V4"),
     ],
 )
