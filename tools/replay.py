@@ -184,7 +184,6 @@ def _take_steps_on_ray(replay: Replay, options: Namespace) -> None:
 def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
     """Return the run's trainer as the only rank, in this process."""
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
-    from slime.backends.megatron_utils.data import get_data_iterator
     from slime.compose import parse_args, parts
     from slime.ext.record.run_record import RecordSink
     from slime.flags.algorithm import uses_reference
@@ -216,18 +215,32 @@ def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
 
     def take_steps_of_one(rollout_id: int, data: Any, iterators: Any, loss_type: str) -> dict[str, float]:
         if rollout_id == replay.rollout_id:
-            there = data.micro_batch_indices
-            if micro_batch >= len(there):
-                raise ConfigError(f"--micro-batch {micro_batch}: the step has {len(there)}, counted from 0.")
-            step = next(i for i in range(len(there)) if sum(data.num_microbatches[: i + 1]) > micro_batch)
-            data.micro_batch_indices, data.num_microbatches = [there[micro_batch]], [1]
-            data.global_batch_sizes = [data.global_batch_sizes[step]]
-            iterators = get_data_iterator(data, len(worker.model))
+            assert micro_batch is not None
+            iterators = _cut_to(micro_batch, data, iterators)
         return take_steps(rollout_id, data, iterators, loss_type)
 
     if micro_batch is not None:
         worker.training.take_steps = take_steps_of_one  # type: ignore[method-assign]
     return worker
+
+
+def _cut_to(micro_batch: int, data: Any, iterators: Sequence[Any]) -> list[Any]:
+    """Leave one micro-batch in the data; return iterators over it with the callback and loss terms of those given."""
+    from slime.backends.megatron_utils.data import get_data_iterator
+
+    there = data.micro_batch_indices
+    if micro_batch >= len(there):
+        raise ConfigError(f"--micro-batch {micro_batch}: the step has {len(there)}, counted from 0.")
+    step = next(i for i in range(len(there)) if sum(data.num_microbatches[: i + 1]) > micro_batch)
+    data.micro_batch_indices, data.num_microbatches = [there[micro_batch]], [1]
+    data.global_batch_sizes = [data.global_batch_sizes[step]]
+    cut = get_data_iterator(data, len(iterators))
+    for whole, one in zip(iterators, cut, strict=True):
+        one.loss_terms = whole.loss_terms
+        if (attach := whole.attach) is not None:
+            # Its number in the step, by which experts to replay are kept, is now 0.
+            one.attach = lambda packed, _, lengths, attach=attach: attach(packed, micro_batch, lengths)
+    return cut
 
 
 def _take_steps_here(replay: Replay, options: Namespace) -> None:

@@ -246,3 +246,22 @@ def test_a_run_on_two_ranks_is_replayed_by_one_within_the_bounds_of_another_layo
         for metric in replay.BOUNDS["fp32"].keys() - {"log-probs"}:
             assert again.steps[step][metric] == pytest.approx(run.steps[step][metric], rel=1e-4, abs=1e-5), metric
     assert other.steps[5]["train/loss"] != pytest.approx(run.steps[5]["train/loss"], abs=1e-5)
+
+
+def test_one_micro_batch_keeps_the_terms_of_the_loss_and_its_number_among_the_experts_to_replay():
+    from slime.backends.megatron_utils.data import get_data_iterator
+    from slime.train_data.device_batch import DeviceBatch
+
+    data = DeviceBatch(
+        tokens=["a", "b", "c", "d"],
+        micro_batch_indices=[[0], [1, 2], [3]],
+        num_microbatches=[1, 2],
+        global_batch_sizes=[5, 6],
+    )
+    whole, attached, terms = get_data_iterator(data, 1), [], (print,)
+    whole[0].loss_terms, whole[0].attach = terms, lambda *given: attached.append(given)
+    [one] = replay._cut_to(1, data, whole)
+    assert one.get_next(["tokens"])["tokens"] == ["b", "c"] and one.loss_terms is terms
+    one.attach("packed", one.offset - 1, [2, 3])
+    assert attached == [("packed", 1, [2, 3])]
+    assert (data.num_microbatches, data.global_batch_sizes) == ([1], [6])
