@@ -133,6 +133,7 @@ def with_layout(args: Namespace, world_size: int | None = None) -> Namespace:
         "no_save_optim": True,
         "no_save_rng": True,
         "debug_train_only": True,  # skips the checks of weight pushes
+        "int4_qat": None,  # not even by the environment: nothing is trained
     }
     kinds = ("pipeline_model", "tensor_model", "expert_model", "context")
     if world_size > 1 and all(getattr(args, f"{kind}_parallel_size") == 1 for kind in kinds):
@@ -175,7 +176,8 @@ def convert(args: Namespace) -> Path:
     """Convert the model one tensor at a time; returns the checkpoint's folder."""
     from tools.streamed_conversion import convert_hf_checkpoint
 
-    args = join_world(with_layout(args))
+    without_adapters = Namespace(**(vars(args) | {"lora_rank": None}))  # given as flags that training shares
+    args = join_world(with_layout(without_adapters))
     start = time.monotonic()
     folder = convert_hf_checkpoint(args, args.hf_checkpoint)
     if dist.get_rank() == 0:

@@ -39,6 +39,8 @@ def complete_int4(args: Namespace) -> None:
     Raises:
         ConfigError: they disagree, or the checkpoint is quantized in another way.
     """
+    if args.int4_qat is None:
+        return  # a tool that trains nothing
     if args.int4_qat or env.int4_fake_qat():
         from slime.ext.low_precision.selection import check_layout, group_size
 
