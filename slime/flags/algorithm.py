@@ -56,7 +56,7 @@ def add_algorithm_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(  # for extensions
         frozen_policies=(),  # each a FrozenPolicy, beside the actor and its reference
         advantage_terms=(),  # in words, what is added to the advantages, and makes them read the old log-probs
-        named_columns={},  # column of the train data -> key of the samples' metadata; None: the data source
+        named_columns={},  # column of the train data -> arguments of slime.train_data.convert.named_entry
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from slime.backends.megatron_utils.flags.model_dims import schedule_config
 from slime.flags.reward import RewardConfig, reward_config
 from slime.train_data.columns import RankBatch, TrainBatch
-from slime.train_data.convert import check_columns, is_finite, samples_to_train_data, source_name
+from slime.train_data.convert import check_columns, is_finite, named_entry, samples_to_train_data
 from slime.train_data.rewards import post_process_rewards
 from slime.train_data.routed_experts import RoutedShape
 from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
@@ -133,8 +133,7 @@ def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatc
     if args.use_rollout_routing_replay:
         routed = RoutedShape(num_layers=args.num_layers, top_k=args.moe_router_topk, num_experts=args.num_experts)
     named = {
-        column: [source_name(sample) if key is None else (sample.metadata or {}).get(key) for sample in samples]
-        for column, key in args.named_columns.items()
+        column: [named_entry(sample, *entry) for sample in samples] for column, entry in args.named_columns.items()
     }
     with _plug_ins_named(args):
         return samples_to_train_data(

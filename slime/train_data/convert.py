@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -189,6 +189,22 @@ def source_name(sample: Sample) -> str:
     """Return the data source of a sample: ``sample.source``, else ``metadata["source_name"]``, else "unknown"."""
     own = getattr(sample, "source", None)
     return str(own or (sample.metadata or {}).get("source_name") or "unknown")
+
+
+def named_entry(sample: Sample, key: str | None, allowed: Collection[str], flag: str) -> str:
+    """Return the entry ``key`` of a sample's metadata, without a key its data source.
+
+    Args:
+        allowed: the values that it may have, by ``flag``.
+
+    Raises:
+        DataError: it has another value.
+    """
+    value = source_name(sample) if key is None else (sample.metadata or {}).get(key)
+    if not isinstance(value, str) or value not in allowed:
+        where = "data source" if key is None else f"metadata[{key!r}]"
+        raise DataError(f"sample {sample.index} has the {where} {value!r:.200}; {flag} has {', '.join(allowed)}")
+    return value
 
 
 def _rollout_ids(samples: Sequence[Sample]) -> list[int]:

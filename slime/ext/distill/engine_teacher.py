@@ -19,12 +19,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from slime.ext.distill.flags import teacher_config, teachers_of
 from slime.rollout.control_client import UnusableAnswer, ask_patiently, control_sessions
-from slime.train_data.convert import source_name
+from slime.train_data.convert import named_entry
 from slime.utils.errors import ConfigError, DataError, GraderError
 from slime.utils.http_utils import RETRIED_STATUSES, decode_json, encode_json, job_headers
 from slime.utils.processing_utils import encode_image_for_rollout_engine
@@ -54,7 +54,7 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
     url = config.rm_url
     if config.opd_teachers is not None:
         urls = teachers_of(args)
-        url = urls[teacher_name(sample, key=config.opd_teacher_key, teachers=urls)]
+        url = urls[named_entry(sample, config.opd_teacher_key, urls, "--opd-teachers")]
     if not url:
         raise ConfigError("--rm-url is not given; it must be the /generate address of the teacher's SGLang server.")
     payload: dict[str, Any] = {
@@ -73,21 +73,6 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
     if images:
         payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
     return await _ask(url, encode_json(payload))
-
-
-def teacher_name(sample: Sample, *, key: str | None, teachers: Collection[str]) -> str:
-    """Return the name of the sample's teacher: its data set's, or the entry ``key`` of its metadata.
-
-    Raises:
-        DataError: it names none of ``teachers``.
-    """
-    name = source_name(sample) if key is None else (sample.metadata or {}).get(key)
-    if name not in teachers:
-        where = "its data set" if key is None else f"metadata[{key!r}], by --opd-teacher-key,"
-        raise DataError(
-            f"The teacher of sample {sample.index}: {where} is {name!r}; --opd-teachers has {', '.join(teachers)}."
-        )
-    return str(name)
 
 
 async def _ask(url: str, body: bytes) -> dict[str, Any]:

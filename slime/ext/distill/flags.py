@@ -114,7 +114,8 @@ def derive_distillation(args: Namespace) -> None:
         for name, folder in trainer_teachers(args).items()
     )
     if args.opd_teachers is not None:
-        args.named_columns = {**args.named_columns, "teacher_names": args.opd_teacher_key}
+        entry = args.opd_teacher_key, tuple(teachers_of(args)), "--opd-teachers"
+        args.named_columns = {**args.named_columns, "teacher_names": entry}
 
 
 def check_distillation(args: Namespace) -> Iterator[str]:

@@ -116,7 +116,7 @@ def choose_teachers(data: DeviceBatch, answers: Mapping[str, Mapping[str, Any]])
             "--opd-teachers needs the column teacher_names, the name of each sample's teacher; a converter given by "
             "--custom-convert-samples-to-train-data-path must make it"
         )
-    if unknown := [name for name in names if name not in answers]:
+    if unknown := [name for name in names if name not in list(answers)]:
         raise DataError(
             f"the column teacher_names has {unknown[0]!r}; the teachers of --opd-teachers are {', '.join(answers)}; a "
             "sample's name is its data set's, or in its metadata under --opd-teacher-key; or the converter given by "

@@ -208,3 +208,12 @@ def test_a_failed_grading_moves_no_advantage_of_its_group(key):
 def test_tokens_are_ids():
     with pytest.raises(DataError, match=r"sample 0 has \['a', 'b', 'c'\] in tokens; these must be numbers"):
         split([sample(tokens=["a", "b", "c"])])
+
+
+@pytest.mark.parametrize("task", ["poetry", ["math"], None])
+def test_a_sample_that_names_none_of_the_allowed_is_refused_with_its_index(task):
+    entry = "task", ("math", "code"), "--opd-teachers"
+    good = sample(index=1, metadata={"task": "code"})
+    assert train_data([good], named_columns={"names": entry}).extra["names"] == ["code"]
+    with pytest.raises(DataError, match=r"sample 7 has the metadata\['task'\] .*; --opd-teachers has math, code"):
+        train_data([good, sample(index=7, metadata={"task": task})], named_columns={"names": entry})
