@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from argparse import Namespace
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -19,21 +21,36 @@ def derive_servers(args: Namespace) -> None:
     """Have the tools of MCP servers read, and the keys in their addresses kept out of every text."""
     args.tool_readers = args.tool_readers | {PREFIX: "slime.ext.mcp.server.read_tools"}
     words = [path.removeprefix(PREFIX).strip() for path in args.rollout_tools or () if path.startswith(PREFIX)]
-    args.rollout_tool_secrets = [key for word in words if "://" in word for key in keys_in(word)]
+    args.rollout_tool_secrets = [key for word in words for url in _addresses_in(word) for key in keys_in(url)]
+
+
+def _addresses_in(word: str) -> list[str]:
+    if word.startswith(("http://", "https://")):
+        return [word]
+    try:
+        parts = shlex.split(word)
+    except ValueError:  # no command, as who starts it will say
+        parts = re.split(r"[\s'\"]+", word)
+    return [part for part in parts if "://" in part]
 
 
 def keys_in(url: str) -> list[str]:
-    """Return what looks like a key in an address: services put keys into paths too, or give them any name."""
+    """Return what looks like a key in an address, as it stands there and decoded.
+
+    Services put keys into paths too, or give them any name.
+    """
     try:
         parts = urlsplit(url)
     except ValueError:  # no address, as who connects to it will say
         return []
-    named = [(name, value) for name, value in parse_qsl(parts.query)] + [("", one) for one in parts.path.split("/")]
-    return [
+    written = [(name, value) for name, _, value in (pair.partition("=") for pair in parts.query.split("&"))]
+    named = [*written, *parse_qsl(parts.query), *(("", one) for one in parts.path.split("/"))]
+    found = [
         value
         for name, value in named
         if (name and is_secret(name)) or (len(value) >= KEY_LENGTH and any(letter.isdigit() for letter in value))
     ]
+    return list(dict.fromkeys(found))
 
 
 def check_servers(args: Namespace) -> Iterator[str]:
