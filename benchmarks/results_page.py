@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,8 @@ def record(name: str, markdown: str, folder: Path = FOLDER, *, hardware: str = "
     Tables whose titles ``markdown`` does not have stay.
 
     Args:
-        part: what alone was measured.  Then rows that begin with other words stay too, and what describes their run;
-            a note says when and where this part was measured.
+        part: what alone was measured, names with a comma between.  Then rows of which nothing was measured stay too,
+            and what describes their run; a note for each name says when and where it was measured.
 
     Raises:
         FileNotFoundError: there is no such run; its title, group and command are written by hand first.
@@ -97,28 +98,44 @@ def record(name: str, markdown: str, folder: Path = FOLDER, *, hardware: str = "
     if part:
         old = {table["title"]: table for table in run["tables"]}
         tables = [_with_rows(old[table["title"]], table) if table["title"] in old else table for table in tables]
-        told = [note for note in run["notes"] if not note.startswith(f"{part}: ")]
-        notes = [*told, f"{part}: measured on {today} on {where}, at {commit()}."]
+        names = part.split(", ")
+        told = [note for note in run["notes"] if not note.startswith(tuple(f"{name}: " for name in names))]
+        notes = told + [f"{name}: measured on {today} on {where}, at {commit()}." for name in names]
     else:
         run |= {"date": today, "hardware": where, "versions": versions(), "commit": commit()}
     save(name, run | {"notes": notes or run["notes"], "tables": [*tables, *kept]}, folder)
 
 
 def _with_rows(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the old table with the new one's rows in place of those that begin with the same word.
+    """Return the old table with the new one's rows in place of those that begin with the same words.
 
-    A row that is there alone keeps its cells of other columns.
+    As many words count as tell rows of one table apart.  A row that is there alone keeps its cells of other columns.
     """
     columns = [*old["columns"], *(name for name in new["columns"] if name not in old["columns"])]
-    known: dict[Any, list[dict[str, Any]]] = {}
-    for row in old["rows"]:
-        known.setdefault(row[0], []).append(dict(zip(old["columns"], row, strict=True)))
-    for first in dict.fromkeys(row[0] for row in new["rows"]):
-        added = [dict(zip(new["columns"], row, strict=True)) for row in new["rows"] if row[0] == first]
-        before = known.get(first, [])
-        known[first] = [before[0] | added[0]] if len(before) == len(added) == 1 else added
+    words = _words_of_key(old, new)
+    known = _by_first_words(old, words)
+    for key, added in _by_first_words(new, words).items():
+        before = known.get(key, [])
+        known[key] = [before[0] | added[0]] if len(before) == len(added) == 1 else added
     rows = [[cells.get(name, "-") for name in columns] for group in known.values() for cells in group]
     return {"title": old["title"], "columns": columns, "rows": rows}
+
+
+def _words_of_key(*tables: Mapping[str, Any]) -> int:
+    """Return how many leading columns, the same in all tables, tell the rows of each apart; else all such columns."""
+    names = zip(*(table["columns"] for table in tables), strict=False)
+    shared = len(list(takewhile(lambda pair: len(set(pair)) == 1, names)))
+    return next(
+        (n for n in range(1, shared) if all(len(_by_first_words(one, n)) == len(one["rows"]) for one in tables)),
+        shared,
+    )
+
+
+def _by_first_words(table: Mapping[str, Any], words: int) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in table["rows"]:
+        groups.setdefault(tuple(row[:words]), []).append(dict(zip(table["columns"], row, strict=True)))
+    return groups
 
 
 def parse(markdown: str) -> tuple[list[str], list[dict[str, Any]]]:

@@ -43,13 +43,15 @@ def test_a_new_measurement_replaces_its_table_and_keeps_the_others(folder):
 
 
 def test_a_part_that_is_measured_again_replaces_its_rows_alone(folder):
-    table = {"title": "kept", "columns": ["a", "b"], "rows": [["x", 1], ["y", 2], ["z", 3], ["z", 4]]}
+    rows = [["x", "TP1", 1], ["y", "TP1", 2], ["z", "TP1", 3], ["z", "TP2", 4]]
+    table = {"title": "kept", "columns": ["a", "engine", "b"], "rows": rows}
     results_page.save("run", {**RUN, "tables": [table]}, folder)
-    for _ in range(2):  # its note is there once
-        text = "## kept\n\n| a | c |\n|---|---|\n| y | 5 |\n| z | 6 |\n| new | 7 |\n"
-        results_page.record("run", text, folder, hardware="another machine", part="y")
+    head = "## kept\n\n| a | engine | c |\n|---|---|---|\n"
+    for part, text in (("y", "| y | TP1 | 5 |\n"), ("y, z", "| z | TP2 | 6 |\n| new | TP1 | 7 |\n")):
+        results_page.record("run", head + text, folder, hardware="another machine", part=part)
     run = results_page.load(folder)["run"]
-    rows = [["x", 1, "-"], ["y", 2, 5], ["z", "-", 6], ["new", "-", 7]]
-    assert run["tables"] == [{"title": "kept", "columns": ["a", "b", "c"], "rows": rows}]
-    assert run["hardware"] == "a machine" and len(run["notes"]) == 2
-    assert "y: measured on" in run["notes"][1] and "another machine" in run["notes"][1]
+    rows = [["x", "TP1", 1, "-"], ["y", "TP1", 2, 5], ["z", "TP1", 3, "-"], ["z", "TP2", 4, 6], ["new", "TP1", "-", 7]]
+    assert run["tables"] == [{"title": "kept", "columns": ["a", "engine", "b", "c"], "rows": rows}]
+    assert run["hardware"] == "a machine"
+    assert [note.partition(": measured on")[0] for note in run["notes"]] == ["A note.", "y", "z"]
+    assert "another machine" in run["notes"][1]
