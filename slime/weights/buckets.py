@@ -65,7 +65,7 @@ def iter_units(
         missing = sorted(set(group) - {name for name, _ in members})
         raise WeightSyncError(
             f"{members[0][0]} must reach the engine together with {', '.join(missing)}, which the model does not "
-            "have; the table of slime.backends.megatron_utils.models is wrong"
+            "have; the table in slime_plugins.models is wrong"
         )
 
 

@@ -11,15 +11,18 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import slime.backends.megatron_utils  # noqa: F401  # before any model imports megatron.core
-
 
 def names_of_layers(folder: str) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a family's folder: it has the names of ``layers.py``, imported with the first."""
+    """Return the ``__getattr__`` of a family's folder: it has what ``--spec`` asks for, of ``layers.py``.
+
+    These are ``check_stages`` and names that begin with ``get_``; the first of them imports the layers.
+    """
 
     def get(name: str) -> Any:
-        if name.startswith("__"):
+        if name != "check_stages" and not name.startswith("get_"):
             raise AttributeError(f"module {folder!r} has no attribute {name!r}")
+        import slime.backends.megatron_utils  # noqa: F401  # before layers import megatron.core
+
         return getattr(import_module(f"{folder}.layers"), name)
 
     return get

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from scripts.gauges import closure, path_of
+from slime.weights.family_files import family_files
 from tests.contracts.source_tree import REPO
 
 PROGRAM = """
@@ -111,3 +112,12 @@ def test_the_driver_imports_no_work_of_other_processes():
     work = {path_of(module) for module in WORK_OF_OTHERS}
     assert None not in starts and None not in work
     assert not imported & work
+
+
+def test_what_families_mend_in_sglang_imports_nothing_of_the_trainer():
+    hooks = ["slime.backends.sglang_utils.family_hooks", *family_files("*/sglang_hooks.py")]
+    packages = {".".join(module.split(".")[:end]) for module in hooks for end in range(1, module.count(".") + 1)}
+    starts = [path_of(module) for module in (*hooks, *packages)]
+    assert len(hooks) > 1 and None not in starts
+    imported = set().union(*(closure(start, with_lazy=False) for start in starts if start is not None))
+    assert not [path for path in imported if REPO / "slime/backends/megatron_utils" in path.parents]

@@ -18,6 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from slime.backends.megatron_utils import cpu_platform
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import (
@@ -27,7 +30,6 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform
 from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLinear
 from slime.backends.megatron_utils.layers.norm import Norm
 from slime.backends.megatron_utils.layers.rotary import (

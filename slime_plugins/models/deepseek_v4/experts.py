@@ -9,6 +9,9 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection

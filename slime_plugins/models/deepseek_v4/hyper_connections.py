@@ -10,12 +10,13 @@ Shapes: t = tokens of this rank, m = streams, h = hidden size.
 
 from __future__ import annotations
 
+from slime.backends.megatron_utils import cpu_platform
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-
-from slime.backends.megatron_utils import cpu_platform
 
 
 class _Streams(torch.nn.Module):

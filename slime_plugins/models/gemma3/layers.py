@@ -15,6 +15,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP

@@ -3,7 +3,7 @@
     --spec slime_plugins.models.gemma4 get_gemma4_spec --post-self-attn-layernorm --post-mlp-layernorm --qk-layernorm
     --softmax-scale 1 --window-size 1023,0 --window-attn-skip-freq 6
 
-What differs from layer to layer is read from config.json of ``--hf-checkpoint`` (``models/gemma4.py``).  In the small
+What differs from layer to layer is read from config.json of ``--hf-checkpoint`` (``family.py``).  In the small
 models each layer adds a gated embedding of the token that is its own, and the last layers attend to the keys and
 values of the last layer of their kind that has any; both need all layers on one pipeline stage.  In the model with
 experts these stand beside the MLP (``--moe-shared-expert-intermediate-size``), each with norms in front and behind.
@@ -18,6 +18,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from slime.backends.megatron_utils import cpu_platform
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -30,7 +33,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.layers.attention import PackedSelfAttention
 from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLinear

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.backends.megatron_utils import cpu_platform
+
+# isort: split
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,7 +26,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform
 from slime.backends.megatron_utils.layers.latent_attention import (
     LatentAttention,
     ReplicatedLinear,

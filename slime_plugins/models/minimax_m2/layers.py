@@ -15,6 +15,9 @@ from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -17,6 +17,9 @@ from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
 from megatron.core.activations import squared_relu
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP

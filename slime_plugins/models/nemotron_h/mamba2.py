@@ -14,6 +14,9 @@ Shapes: as there; h = groups of this rank, r = heads of a group, dk = width of t
 
 from __future__ import annotations
 
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -21,6 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slime.backends.megatron_utils import cpu_platform
+
+# isort: split
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -43,7 +46,6 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide
 from torch import Tensor
 
-from slime.backends.megatron_utils import cpu_platform
 from slime.backends.megatron_utils.layers.rotary import natural_order
 from slime_plugins.models.qwen3_next.delta_rule import gated_delta_rule
 from slime_plugins.models.qwen3_next.packed_rows import PackedRows, rows_or_zeros

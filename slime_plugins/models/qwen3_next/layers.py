@@ -16,6 +16,9 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 
+from slime.backends.megatron_utils import cpu_platform  # noqa: F401
+
+# isort: split
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 

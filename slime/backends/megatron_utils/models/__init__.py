@@ -25,13 +25,16 @@ if TYPE_CHECKING:
 
 @cache
 def _texts() -> dict[str, str]:
-    """Return what each file that declares families says, by the name of its module, which is not imported."""
+    """Return what each file that declares families says, by the name of its module, which is not imported.
+
+    A name is found where the file has it written out, in quotes of either kind.
+    """
     texts = {module: path.read_text() for module, path in family_files("*.py", "*/family.py").items()}
     return {name: _squashed(text) for name, text in texts.items() if "\nFAMILIES" in text}
 
 
 def _squashed(text: str) -> str:
-    return re.sub(r"[-_]", "", text).lower()
+    return re.sub(r"[-_]", "", text).replace("'", '"').lower()
 
 
 @cache

@@ -42,7 +42,7 @@ def differs(expected: Any, actual: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """A model family; a file or a folder of this package declares it in ``FAMILIES``.
+    """A model family; a file or a folder of ``slime_plugins.models`` declares it in ``FAMILIES``.
 
     Nothing here imports Megatron or SGLang: plan, flags and the checks of the engines read it too.
     """

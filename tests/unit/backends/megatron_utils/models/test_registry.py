@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import import_module
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -13,7 +15,7 @@ from slime.utils.errors import ConfigError
 
 
 @pytest.fixture
-def imported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The modules that the registry imports, from now on."""
     names: list[str] = []
 
@@ -23,7 +25,8 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(models, "import_module", note)
     families_that_say.cache_clear()
-    return names
+    yield names
+    families_that_say.cache_clear()
 
 
 def test_one_file_is_imported_for_a_model_type_a_class_and_a_spec(imported: list[str]) -> None:
@@ -67,3 +70,27 @@ def test_two_files_may_not_declare_one_model_type(imported: list[str], monkeypat
     monkeypatch.setattr(models, "_texts", lambda: {name: '"gptoss"' for name in (module, "twice")})
     with pytest.raises(ConfigError, match="twice declares the model type 'gpt_oss'"):
         family_of({"model_type": "gpt_oss"})
+
+
+def test_a_family_written_in_single_quotes_is_found(
+    imported: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "acme.py"
+    path.write_text("\nFAMILIES = (ModelFamily(model_types=('acme_2',)),)\n")
+    family = SimpleNamespace(model_types=("acme_2",))
+    monkeypatch.setattr(models, "family_files", lambda *patterns: {"acme": path})
+    monkeypatch.setattr(models, "_texts", models._texts.__wrapped__)
+    monkeypatch.setattr(models, "import_module", {"acme": SimpleNamespace(FAMILIES=(family,))}.__getitem__)
+    assert family_of({"model_type": "acme_2"}) is family
+
+
+def test_a_folder_imports_its_layers_for_names_of_spec_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = import_module("slime_plugins.models.glm4")
+
+    def missing(name: str) -> ModuleType:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr("slime_plugins.models.import_module", missing)
+    assert not hasattr(folder, "pytest_plugins")
+    with pytest.raises(ModuleNotFoundError, match="slime_plugins.models.glm4.layers"):
+        _ = folder.get_glm_spec
