@@ -121,7 +121,7 @@ class Policies:
 
 
 class ModelSwitch:
-    """Host copies of a model's parameters and persistent buffers, by tag.
+    """Host copies of a model's parameters and buffers, by tag.
 
     Only one set is in the model at a time; ``switch_to`` copies another in place, so that buffers, optimizer shards
     and the schedules' references stay what they are.

@@ -29,8 +29,10 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from megatron.core import mpu
 from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
+from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp
 from slime.backends.megatron_utils.layers.rotary import RotaryTables
 from slime.backends.megatron_utils.model_provider import freeze_parameters
 from slime.backends.megatron_utils.model_transform import ModelTransform
@@ -92,10 +94,10 @@ class JoinedInputs(ModelTransform):
 
     def after_build(self, chunk: torch.nn.Module) -> None:
         """Leave the model as it is."""
-        self._is_for_text = type(chunk) is GPTModel
+        self._is_for_text = type(unwrap_model(chunk)) in (GPTModel, GPTModelWithMtp)
 
     def arguments(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the outputs by their names, pixels as floats; None for megatron-core's own model."""
+        """Return the outputs by their names, pixels as floats; None for a model of text alone."""
         if self._is_for_text:
             return None
         inputs = batch.get("multimodal_train_inputs") or ()
@@ -248,15 +250,20 @@ def _build_tower(folder: str, import_path: str) -> Any:
 
 
 def _keep_frequencies(tower: Any) -> None:
-    """Let a tower compute with fp32 frequencies in a model that becomes bf16: they are computed, not loaded."""
+    """Let a tower compute with fp32 frequencies in a model that becomes bf16: they are computed, not loaded.
+
+    They are buffers no more: what casts a model, or keeps host copies of it, leaves them as they are.
+    """
     for module in tower.modules():
-        if isinstance(kept := getattr(module, "inv_freq", None), Tensor):
-            module.register_forward_pre_hook(partial(_restore_frequencies, kept=kept.clone()))
+        if "inv_freq" in module._buffers:
+            frequencies = module.inv_freq
+            del module.inv_freq
+            module.inv_freq = frequencies
+            tower.register_forward_pre_hook(partial(_bring_frequencies, module=module))
 
 
-def _restore_frequencies(module: Any, args: tuple[Any, ...], *, kept: Tensor) -> None:
-    if module.inv_freq.dtype != kept.dtype:
-        module.inv_freq = kept.to(module.inv_freq.device)
+def _bring_frequencies(tower: Any, args: tuple[Any, ...], *, module: Any) -> None:
+    module.inv_freq = module.inv_freq.to(next(tower.parameters()).device)
 
 
 def _add_features(layer: Any, inputs: Any, kwargs: Mapping[str, Any], output: tuple[Tensor, Any]) -> Any:

@@ -14,6 +14,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils import initialize
@@ -21,7 +22,9 @@ from slime.backends.megatron_utils.data import forward_arguments
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of
+from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp
 from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.train_metrics import image_patches
 from slime.ext.vision.flags import complete_vision
 from slime.ext.vision.images import ImageBatch, place_images
@@ -180,8 +183,12 @@ def test_a_model_in_bf16_computes_with_the_frequencies_of_its_tower(tmp_path: Pa
         initialize.init(args)
         (chunk,) = trainer.load_model(args)
         tower = unwrap_model(chunk).vision_model
+        switch = ModelSwitch([chunk])
+        switch.backup("actor")
+        switch.backup("ref")
         data = make_train_data(CASE.vocab_size, add_images=CASE.add_images)
         trainer.response_log_probs(args, [chunk], trainer.prepare(args, data))
+        switch.switch_to("ref")
     assert expected.dtype == torch.float32 and torch.equal(tower.rotary_pos_emb.inv_freq, expected)
     assert tower.patch_embed.proj.weight.dtype == torch.bfloat16
 
@@ -206,9 +213,13 @@ def test_a_users_model_gets_the_pixels_of_all_samples_joined_as_floats(tmp_path:
     assert given["image_grid_thw"].tolist() == [[1, 1, 2], [1, 1, 1]]
     assert "pixel_range" not in given and "images" not in given
     assert "pixel_values" not in forward_arguments(model, {**batch, "multimodal_train_inputs": [None]})
-    theirs.after_build(object.__new__(GPTModel))
-    with pytest.raises(DataError, match="the trainer's model takes none"):
-        forward_arguments(model, batch)
+    wrapped = torch.nn.Module.__new__(Float16Module)
+    torch.nn.Module.__init__(wrapped)
+    vars(wrapped)["module"] = object.__new__(GPTModelWithMtp)
+    for text_model in (object.__new__(GPTModel), wrapped):
+        theirs.after_build(text_model)
+        with pytest.raises(DataError, match="the trainer's model takes none"):
+            forward_arguments(model, batch)
     CASE.write_checkpoint(tmp_path)
     own = VisionTower(Namespace(hf_checkpoint=str(tmp_path))).arguments(batch)["images"]
     assert own.inputs is inputs and own.sequences == ["ids"] * 3
