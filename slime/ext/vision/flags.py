@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from typing import Any
 
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import positive_float
@@ -26,9 +27,11 @@ def add_vision_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def derive_vision(args: Namespace) -> None:
-    """Say which parameters have other learning rates."""
+    """Say which parameters have other learning rates, and which tower a plan counts."""
     if args.vision_tower_lr_mult != 1:
         args.lr_factors["*vision_model.*"] = args.vision_tower_lr_mult
+    if not args.runs_here:  # a plan has numbers for a run without a trainer, too, and for one that is refused
+        _fill_tower(args)
 
 
 def check_vision(args: Namespace) -> Iterator[str]:
@@ -44,10 +47,21 @@ def check_vision(args: Namespace) -> Iterator[str]:
 
 
 def complete_vision(args: Namespace) -> None:
-    """Say whether the model has a tower, and of which sizes; what knows of towers is imported only where one may be.
+    """Say whether the model has a tower, and of which sizes, and compare the flags with it.
 
     Raises:
         ConfigError: as ``check_tower`` says.
+    """
+    if config := _fill_tower(args):
+        from slime.ext.vision.checks import check_tower
+
+        check_tower(args, config)
+
+
+def _fill_tower(args: Namespace) -> Mapping[str, Any]:
+    """Fill in ``has_own_tower`` and ``tower_dims``; return config.json, or nothing where no tower can be.
+
+    What knows of towers is imported only where one may be.
     """
     from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 
@@ -55,15 +69,13 @@ def complete_vision(args: Namespace) -> None:
     config = read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else {}
     vision = config.get("vision_config")
     if not (vision or args.train_vision_tower or args.multimodal_keys):
-        return
-    from slime.ext.vision.checks import check_tower
+        return {}
     from slime.ext.vision.towers import tower_of
 
     if (tower := tower_of(args, config)) is not None and vision:
         args.tower_dims = asdict(tower.dims(vision, is_trained=args.train_vision_tower))
         args.has_own_tower = not args.custom_model_provider_path
-    if config:
-        check_tower(args, config)
+    return config
 
 
 GROUP = FlagGroup(add_vision_arguments, derive=(derive_vision,), check=(check_vision,), complete=(complete_vision,))

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.compose import flag_groups
+from slime.ext.plan.command import complete_run
 from slime.ext.vision.checks import encoder_problems, tower_problems
 from tests.matrix.case import load_cases, read_config
 from tests.unit.backends.megatron_utils.megatron_case import parse
@@ -77,3 +80,19 @@ def test_encoders_hold_a_tower_that_stays_as_it_is(model: str, is_refused: bool,
     assert found == (["train-vision-tower"] if is_refused else [])
     args.train_vision_tower = False
     assert not list(encoder_problems(args))
+
+
+@pytest.mark.parametrize(
+    ("flag", "problem"),
+    [("--debug-rollout-only", ""), ("--recompute-granularity=full", "recompute-method must be")],
+)
+def test_a_plan_knows_the_tower_of_a_run_without_a_trainer_and_of_one_that_is_refused(
+    tmp_path: Path, flag: str, problem: str
+) -> None:
+    case = load_cases(["qwen3_vl"])["qwen3_vl"]
+    case.write_checkpoint(tmp_path)
+    run = "--num-rollout 1 --rollout-batch-size 8 --prompt-data /x.jsonl --rm-type math --colocate"
+    words = [*map(str, case.flags(tmp_path)), "--hf-checkpoint", str(tmp_path), *run.split(), flag]
+    planned = complete_run(words, tmp_path, flag_groups())
+    assert problem in "".join(planned.problems) and bool(planned.problems) == bool(problem)
+    assert planned.args is not None and model_dims(planned.args, planned.hf_config).tower is not None
