@@ -43,6 +43,7 @@ from benchmarks.published_configs import PUBLISHED, qwen3, qwen3_moe  # noqa: E4
 from slime.backends.sglang_utils import cpu_shim  # noqa: E402
 from slime.compose import parts  # noqa: E402
 from slime.ext.fast_push.loaders import RECEIVER  # noqa: E402
+from slime.ray.parts import load_all  # noqa: E402
 from slime.ray.train_actor import kernel_environment  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
 from slime.weights.push.engine import EngineProxy  # noqa: E402
@@ -228,7 +229,7 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
     )
     worker.join_process_group(args)
     initialize.init(args)
-    model = build_model(args, wrap_with_ddp=False)
+    model = build_model(args, transforms=load_all(parts(args).transforms), wrap_with_ddp=False)
     hf_config = json.loads((Path(options.work_dir) / "config.json").read_text())
     engine = SGLangEngine(args, rank=0, num_gpus_per_engine=options.engine_gpus)
     engine.connect(options.url, tp_size=options.engine_gpus)

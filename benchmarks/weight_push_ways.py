@@ -42,6 +42,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.weight_push_engine import COMMON, CONFIGS, FP8, RUN_FLAGS, TINY_FLAGS, TINY_MOE_FLAGS  # noqa: E402
 from slime.backends.sglang_utils import cpu_shim  # noqa: E402
+from slime.compose import parts  # noqa: E402
+from slime.ray.parts import load_all  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
 
 if TYPE_CHECKING:
@@ -209,7 +211,7 @@ def build(args: Namespace) -> nn.Module:
     from slime.backends.megatron_utils.model_provider import get_model_provider
 
     args.perform_initialization = False
-    model = get_model_provider(args)()
+    model = get_model_provider(args, transforms=[make(args) for make in load_all(parts(args).transforms)])()
     if torch.cuda.is_available():
         model.cuda()  # what the provider leaves on the host, such as routers
     with torch.no_grad():
