@@ -206,6 +206,8 @@ class FrozenPolicy(NamedTuple):
     load_arg: str
     """Attribute of the flag that gives the folder, for messages."""
     folder: str
+    step_arg: str
+    """Attribute of the flag that gives the step, for messages."""
     step: int | None
     """Iteration of a Megatron checkpoint there; None for the latest."""
     timer: str

@@ -111,6 +111,7 @@ def derive_starting_point(args: Namespace) -> None:
 
     The reference is --hf-checkpoint unless --ref-load names one, or --load other weights to begin with.
     """
+    args.earlier_load = None  # --load of a run that went on, once its trainer goes on from --save
     is_file = args.load is not None and Path(args.load).is_file()  # left for the check to name
     is_model = is_huggingface_folder(args.load) or is_release(args.load) or is_file
     if args.ref_load is None and not is_model:

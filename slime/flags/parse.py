@@ -293,6 +293,7 @@ def args_to_resume(
     if copied is not None:
         resumed.start_rollout_id = copied + 1
     elif checkpoint is not None:
+        resumed.earlier_load = None if args.finetune else args.load
         resumed.load = args.save
         resumed.ckpt_step = checkpoint
         resumed.finetune = False

@@ -81,13 +81,16 @@ def read_tracker(root: str | Path, flag: str = "--load") -> int | str | None:
     return read_tracker_file(path, flag) if path.exists() else None
 
 
-def find_checkpoint(root: str | Path, step: int | None = None, *, flag: str = "--load") -> tuple[Path, int | str]:
+def find_checkpoint(
+    root: str | Path, step: int | None = None, *, flag: str = "--load", step_flag: str = "--ckpt-step"
+) -> tuple[Path, int | str]:
     """Find the Megatron checkpoint that ``root`` means.
 
     Args:
         root: a folder with a tracker file, or a checkpoint folder (``iter_0000012``, ``release``) itself.
         step: this iteration instead of the tracker's (``--ckpt-step``).
         flag: the flag that named ``root``, for messages.
+        step_flag: the flag of ``step``, for messages.
 
     Returns:
         Its folder and its iteration (or ``"release"``).
@@ -107,11 +110,9 @@ def find_checkpoint(root: str | Path, step: int | None = None, *, flag: str = "-
         folder = checkpoint_folder(root, iteration)
     if not (folder / FORMAT_FILE).exists():
         present = sorted(path.name for path in root.glob("iter_*")) if root.is_dir() else []
-        step_flag = f"{flag.removesuffix('load')}ckpt-step" if flag.endswith("load") else "the flag of its step"
         raise DataError(
             f"{flag} {root}: {folder.name} is missing or incomplete (no metadata.json in {folder}); "
-            f"there are {', '.join(present) or 'no checkpoints'}. Pick a complete one with "
-            f"{step_flag}."
+            f"there are {', '.join(present) or 'no checkpoints'}. Pick a complete one with {step_flag}."
         )
     return folder, iteration
 
@@ -290,6 +291,22 @@ def load_weights(args: Namespace, model: list[torch.nn.Module], load_arg: str) -
     _load(Namespace(**{**vars(args), "finetune": True}), model, None, None, load_arg, None)
 
 
+def load_trained_weights(args: Namespace, model: list[torch.nn.Module], load_arg: str, step_arg: str) -> None:
+    """Load the weights of what ``args.<load_arg>`` names into those that are trained.  Collective.
+
+    These are the parameters that a transform added, else all.
+
+    Args:
+        args: with the step in ``ckpt_step``.
+        step_arg: attribute of the flag that gave the step, for messages.
+
+    Raises:
+        DataError: as :func:`load_checkpoint`.
+    """
+    weights_only = Namespace(**{**vars(args), "finetune": True})
+    _load(weights_only, model, None, None, load_arg, added_parameters(model), step_arg)
+
+
 def _load(
     args: Namespace,
     model: list[torch.nn.Module],
@@ -297,6 +314,7 @@ def _load(
     opt_param_scheduler: Any,
     load_arg: str,
     added: AddedParameters | None,
+    step_arg: str | None = None,
 ) -> int:
     """Load as :func:`load_checkpoint` says: what ``added`` added with its optimizer, or the rest of the model."""
     flag = flag_of(load_arg)
@@ -307,7 +325,9 @@ def _load(
         load_hf_weights(args, unwrap_model(model), root)
         _refresh(optimizer)
         return 0
-    folder, iteration = find_checkpoint(root, args.ckpt_step, flag=flag)
+    if step_arg is None:
+        step_arg = "ref_ckpt_step" if load_arg == "ref_load" else "ckpt_step"
+    folder, iteration = find_checkpoint(root, args.ckpt_step, flag=flag, step_flag=flag_of(step_arg))
     try:
         reader = CheckpointReader(folder, verify=args.verify_checkpoint)
         common = reader.read_common()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -56,20 +57,21 @@ class Policies:
         updated = None if args.finetune and is_from_load else self._last_update(iteration)
         if with_ref and updated == iteration:
             weights.copy("actor", "ref")
-        elif with_ref and (folder := self._checkpoint_of(updated)) is not None:
-            others.insert(0, FrozenPolicy("ref", "load", folder, None, "ref_log_probs"))
+        elif with_ref and (folder := self._checkpoint_of(updated, is_from_load)) is not None:
+            others.insert(0, FrozenPolicy("ref", "load", folder, "ckpt_step", None, "ref_log_probs"))
         elif with_ref and added_parameters(self._model) is not None:
             weights.copy_silenced("actor", "ref")
         elif with_ref and is_from_load and is_read_once:
             weights.copy("actor", "ref")
         elif with_ref:
-            others.insert(0, FrozenPolicy("ref", "ref_load", args.ref_load, args.ref_ckpt_step, "ref_log_probs"))
-        for tag, load_arg, folder, step, _ in others:
+            step = args.ref_ckpt_step
+            others.insert(0, FrozenPolicy("ref", "ref_load", args.ref_load, "ref_ckpt_step", step, "ref_log_probs"))
+        for policy in others:
             # Weights only: the optimizer and the generators belong to the actor.
-            frozen = Namespace(**{**vars(args), "finetune": True, load_arg: folder, "ckpt_step": step})
-            checkpoint.load_checkpoint(frozen, self._model, None, None, load_arg=load_arg)
-            weights.active = tag
-            weights.backup(tag)
+            frozen = Namespace(**{**vars(args), policy.load_arg: policy.folder, "ckpt_step": policy.step})
+            checkpoint.load_trained_weights(frozen, self._model, policy.load_arg, policy.step_arg)
+            weights.active = policy.tag
+            weights.backup(policy.tag)
         weights.switch_to("actor")
         if args.keep_old_actor:
             for kept in ("old_actor", "rollout_actor"):
@@ -82,23 +84,26 @@ class Policies:
         updated = (iteration + 1) // interval * interval - 1
         return updated if updated >= self._args.num_critic_only_steps else None
 
-    def _checkpoint_of(self, updated: int | None) -> str | None:
+    def _checkpoint_of(self, updated: int | None, is_from_load: bool) -> str | None:
         """Return the folder of this run's checkpoint of rollout ``updated``; warns where it is gone."""
         if updated is None:
             return None
         args = self._args
-        root = args.save if args.finetune else args.load
-        try:
-            folder, _ = checkpoint.find_checkpoint(Path(root).parent if is_iteration_folder(root) else root, updated)
-        except DataError as error:
-            logger.warning(
-                "the reference was the actor of rollout %d (--ref-update-interval %d), which is not saved: until the "
-                "next update it is --ref-load %s again. %s Save at multiples of the interval (--save-interval), and "
-                "keep those saves (--keep-last).",
-                updated, args.ref_update_interval, args.ref_load, error,
-            )  # fmt: skip
-            return None
-        return str(folder)
+        # A run that begins finds the rollouts of another in --load; before a rollout is trained, --save has another's.
+        begun = None if args.finetune else args.load
+        roots = (begun, args.earlier_load) if is_from_load else (args.save, begun)
+        given = [root for root in dict.fromkeys(roots) if root is not None]
+        for root in given:
+            parent = Path(root).parent if is_iteration_folder(root) else root
+            with suppress(DataError):
+                return str(checkpoint.find_checkpoint(parent, updated)[0])
+        logger.warning(
+            "the reference was the actor of rollout %d (--ref-update-interval %d), which is not saved in %s: until "
+            "the next update it is --ref-load %s again. Save at multiples of the interval (--save-interval), and "
+            "keep those saves (--keep-last).",
+            updated, args.ref_update_interval, " or ".join(map(str, given)) or "any folder (--save)", args.ref_load,
+        )  # fmt: skip
+        return None
 
     def record_trained(self, rollout_id: int) -> None:
         """Bring the host copies up to date with the weights just trained, which are in the model."""

@@ -110,7 +110,9 @@ def derive_distillation(args: Namespace) -> None:
     args.advantage_terms += ("--use-opd: the teacher's pull is in the advantages",)
     flag = "opd_teacher_load" if args.opd_teachers is None else "opd_teachers"
     args.frozen_policies += tuple(
-        FrozenPolicy(teacher_tag(name), flag, folder, args.opd_teacher_ckpt_step, "teacher_log_probs")
+        FrozenPolicy(
+            teacher_tag(name), flag, folder, "opd_teacher_ckpt_step", args.opd_teacher_ckpt_step, "teacher_log_probs"
+        )
         for name, folder in trainer_teachers(args).items()
     )
     if args.opd_teachers is not None:

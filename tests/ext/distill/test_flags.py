@@ -68,7 +68,9 @@ def test_the_trainer_keeps_each_teacher_beside_the_actor(command: list[str], mod
     words = ["--use-opd", "--opd-type", "megatron", "--opd-teacher-key", "task", "--opd-teacher-ckpt-step", "3"]
     args = validated(*command, *words, "--opd-teachers", *teachers)
     assert args.frozen_policies == tuple(
-        FrozenPolicy(f"teacher {name}", "opd_teachers", str(model_folder), 3, "teacher_log_probs")
+        FrozenPolicy(
+            f"teacher {name}", "opd_teachers", str(model_folder), "opd_teacher_ckpt_step", 3, "teacher_log_probs"
+        )
         for name in ("math", "code")
     )
     assert args.named_columns == {"teacher_names": ("task", ("math", "code"), "--opd-teachers")}

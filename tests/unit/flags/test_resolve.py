@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from argparse import Namespace
 
 import pytest
 
@@ -193,6 +194,9 @@ def test_the_trainer_of_a_run_goes_on_from_its_own_checkpoint_once_there_is_one(
     later = args_to_resume(args, weight_version=2, checkpoint=7)
     assert (later.load, later.finetune, later.no_load_optim, later.no_load_rng) == ("/ckpt", False, False, False)
     assert (later.ckpt_step, later.start_rollout_id, later.update_weight_start_version) == (7, None, 2)
+    assert later.earlier_load is None, "the folder of another run"
+    going_on = Namespace(**{**before, "load": "/begin", "finetune": False})
+    assert args_to_resume(going_on, weight_version=2, checkpoint=7).earlier_load == "/begin"
     assert vars(args) == before
 
 

@@ -17,6 +17,7 @@ from slime.utils.errors import DataError
 FRESH = {
     "finetune": True,
     "load": "hf",
+    "earlier_load": None,
     "ref_load": "hf",
     "ckpt_step": None,
     "ref_ckpt_step": None,
@@ -36,11 +37,11 @@ def load(
     model = torch.nn.Linear(3, 2)
     torch.nn.init.ones_(model.weight)
 
-    def load_checkpoint(args: Namespace, chunks: list[torch.nn.Module], *rest: Any, load_arg: str) -> None:
+    def load_weights(args: Namespace, chunks: list[torch.nn.Module], load_arg: str, step_arg: str) -> None:
         read.append(getattr(args, load_arg))
         torch.nn.init.constant_(model.weight, 2)
 
-    monkeypatch.setattr(policies.checkpoint, "load_checkpoint", load_checkpoint)
+    monkeypatch.setattr(policies.checkpoint, "load_trained_weights", load_weights)
     switch = ModelSwitch([model])
     kept = Policies(Namespace(**{**FRESH, **changed}), [model], switch)
     kept.load(with_ref=True, is_from_load=is_from_load, iteration=iteration)
@@ -98,8 +99,38 @@ def test_a_run_that_goes_on_has_the_reference_that_it_had(
 
 @pytest.mark.parametrize(("load_arg", "flag"), [("ref_load", "--ref-load"), ("one_of_several", "--one-of-several")])
 def test_a_policy_that_is_not_there_is_named_by_the_flag_that_gave_it(load_arg: str, flag: str) -> None:
-    asked = [FrozenPolicy("other", load_arg, "gone", None, "other_log_probs")]
+    asked = [FrozenPolicy("other", load_arg, "gone", "other_step", None, "other_log_probs")]
     model = torch.nn.Linear(3, 2)
     with pytest.raises(DataError, match=f"{flag} is 'gone'"):
+        kept = Policies(Namespace(**{**FRESH, "frozen_policies": asked}), [model], ModelSwitch([model]))
+        kept.load(with_ref=False, is_from_load=True, iteration=0)
+
+
+@pytest.mark.parametrize(
+    ("place", "how"),
+    [
+        ("b", {"is_from_load": False, "finetune": False}),
+        ("a", {"is_from_load": False, "finetune": False}),
+        ("a", {"is_from_load": True, "finetune": False, "load": "b", "earlier_load": "a"}),
+        (None, {"is_from_load": False, "finetune": True}),
+    ],
+    ids=["copy, saved since", "copy, saved before", "checkpoint, saved before", "another run's"],
+)
+def test_a_run_with_two_folders_finds_the_reference_in_either(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str | None, how: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = Path(place or "a", "iter_0000001")
+    saved.mkdir(parents=True)
+    (saved / "metadata.json").touch()
+    _, _, read = load(monkeypatch, iteration=2, **{"load": "a", "save": "b", "ref_update_interval": 2, **how})
+    assert read == (["hf"] if place is None else [str(saved)])
+
+
+def test_a_step_that_is_not_there_is_named_by_its_flag(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    asked = [FrozenPolicy("teacher", "opd_teachers", str(tmp_path), "opd_teacher_ckpt_step", 2, "other_log_probs")]
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(DataError, match="iter_0000002 is missing .* Pick a complete one with --opd-teacher-ckpt-step"):
         kept = Policies(Namespace(**{**FRESH, "frozen_policies": asked}), [model], ModelSwitch([model]))
         kept.load(with_ref=False, is_from_load=True, iteration=0)
