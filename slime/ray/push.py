@@ -15,7 +15,7 @@ import ray
 
 from slime.ray.engines.deadlines import memory_timeout_s
 from slime.ray.waiting import wait_for
-from slime.utils.errors import DeadlineError, HangError, ProcessError, WeightSyncError
+from slime.utils.errors import DeadlineError, EngineDiedError, HangError, ProcessError, WeightSyncError
 
 if TYPE_CHECKING:
     from slime.ray.actor_group import RayTrainGroup
@@ -146,7 +146,7 @@ class WeightPush:
 
         The trainers keep the deadline of the push themselves, and know who was late.
         """
-        trainer = self.trainer
+        trainer, self.excluded = self.trainer, []
         if verb == "resend_weights" or engines.num_new or not self.is_connected:
             self._connect(engines)
         trainer.version.count(self.args.save)
@@ -154,8 +154,9 @@ class WeightPush:
         try:
             results = trainer.on_all(verb, what="the push", timeout_s=timeout_s)
         except WeightSyncError:
-            # A rank that failed alone has left the main rank waiting for it: then that error is all there is to know.
-            with contextlib.suppress(DeadlineError):
+            # A rank that failed alone has left the main rank waiting for it, or dead: then that error is all there is
+            # to know.
+            with contextlib.suppress(DeadlineError, EngineDiedError):
                 self.excluded = self._ask_excluded()
             raise
         self.excluded = self._ask_excluded()

@@ -10,7 +10,7 @@ import pytest
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.verbs import EngineList
 from slime.ray.push import MAX_FAILED_RESENDS, MAX_PUSHES, WeightPush
-from slime.utils.errors import DeadlineError, EngineError, HangError, WeightSyncError
+from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, HangError, WeightSyncError
 from slime.utils.misc import Box
 from slime.weights.push.participants import ExcludedEngine
 
@@ -213,16 +213,19 @@ def test_new_engines_that_a_router_does_not_take_in_have_the_weights_all_the_sam
     assert asked == ["describe_engines", "push_done"] * MAX_FAILED_RESENDS
 
 
-def test_the_error_of_a_rank_that_failed_alone_outlives_the_silence_of_the_main_rank() -> None:
+@pytest.mark.parametrize("silence", [DeadlineError("it is in a collective"), EngineDiedError("it died")])
+def test_the_error_of_a_rank_that_failed_alone_outlives_the_silence_of_the_main_rank(silence: Exception) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise WeightSyncError("layers.3 has no name")
 
     def wait(*_: Any) -> None:
-        raise DeadlineError("the main rank is in a collective")
+        raise silence
 
     push = WeightPush(Push().trainer)
+    push.excluded = list(EXCLUDED)
     push.is_connected = True
     main_rank = Namespace(excluded_engines=Namespace(remote=lambda: "ref"))
     vars(push.trainer).update(on_all=fail, wait=wait, actors=[main_rank])
     with pytest.raises(WeightSyncError, match=r"layers\.3 has no name"):
         push.send("update_weights", EngineList(1, 0, Box(None)))
+    assert push.excluded == [], "those of an earlier push are not of this one"
