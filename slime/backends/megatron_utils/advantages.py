@@ -19,20 +19,31 @@ from slime.backends.megatron_utils.cp_utils import local_responses, whole_respon
 from slime.backends.megatron_utils.data import PER_TOKEN_COLUMNS
 from slime.backends.megatron_utils.guide import Guide
 from slime.train_data.device_batch import DeviceBatch
-from slime.utils.errors import DataError
+from slime.utils.errors import ConfigError, DataError
 from slime.utils.misc import call_hook
 from slime.utils.types import RolloutBatch
 
 
 @torch.no_grad()
-def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch, guides: Sequence[Guide] = ()) -> None:
+def compute_advantages_and_returns(
+    args: Namespace, rollout_data: RolloutBatch, guides: Sequence[Guide] | None = None
+) -> None:
     """Set ``kl``, ``advantages`` and ``returns`` (lists, local to the context-parallel rank) in ``rollout_data``.
 
     Only the last pipeline stage has the log-probs; the others do nothing.
 
+    Args:
+        guides: those of the run, each of which pulls the advantages.
+
     Raises:
+        ConfigError: a flag asks for guides, and none were given.
         DataError: the penalty or the estimator needs a column that is missing.
     """
+    if guides is None and (terms := vars(args).get("advantage_terms")):
+        raise ConfigError(
+            f"{'; '.join(terms)}. compute_advantages_and_returns was called without guides, which add it: pass "
+            "[guide(args) for guide in slime.ray.parts.load_all(slime.compose.guides(args))], or drop the flag."
+        )
     if not mpu.is_pipeline_last_stage():
         return
     data = rollout_data if isinstance(rollout_data, DeviceBatch) else DeviceBatch(rollout_data)
@@ -46,7 +57,7 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: RolloutBatch, 
     else:
         config = AdvantageConfig(kl_coef=args.kl_coef, gamma=args.gamma, lambd=args.lambd)
         data.advantages, data.returns = _estimate(args.advantage_estimator, config, data, masks)
-    for guide in guides:
+    for guide in guides or ():
         guide.pull(data, ours)
     if args.normalize_advantages:
         group = mpu.get_data_parallel_group(with_context_parallel=True)

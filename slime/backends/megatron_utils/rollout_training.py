@@ -134,7 +134,7 @@ class RolloutTraining:
     ) -> dict[str, Any] | None:
         """Compute values and returns, then take the steps of the value loss; returns the values, for the actor."""
         data.update(self._forward(rollout_id, get_values, data, iterators, ""))
-        compute_advantages_and_returns(self.args, data)
+        compute_advantages_and_returns(self.args, data, ())
         metrics = train_metrics.value_metrics(data)
         if rollout_id < self.args.num_critic_only_steps:  # the actor, which logs the rollout, does not see this one
             metrics |= self._rollout_metrics(data)

@@ -17,7 +17,7 @@ from slime.backends.megatron_utils import loss
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.ext.distill.guide import Distillation, add_distillation, choose_teachers
 from slime.train_data.device_batch import DeviceBatch
-from slime.utils.errors import DataError
+from slime.utils.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,6 +30,12 @@ def test_distillation_pulls_towards_the_teacher():
         [torch.tensor([1.0, 1.0])], [torch.tensor([-1.0, -2.0])], [torch.tensor([-2.0, -1.0])], coef=0.5
     )
     assert [values.tolist() for values in (*advantages, *reverse_kl)] == [[0.5, 1.5], [1.0, -1.0]]
+
+
+def test_advantages_without_the_guides_of_the_run_are_refused() -> None:
+    args = make_args(advantage_terms=("--use-opd: the teacher's pull is in the advantages",))
+    with pytest.raises(ConfigError, match=r"--use-opd: .* without guides, which add it: pass \[guide\(args\)"):
+        loss.compute_advantages_and_returns(args, {})
 
 
 def test_a_teacher_that_there_is_not_is_refused_by_name():

@@ -107,7 +107,7 @@ def test_a_resumed_run_goes_on_as_the_one_that_was_not_interrupted(tmp_path: Pat
         assert all(torch.equal(weight, expected[name]) for name, weight in again.weights().items())
     with one_process_world():
         other = Job(tmp_path / "hf", 0.5, *flags)
-        with pytest.raises(DataError, match="'lr_mult': 0.5.*other flags of the run that saved it"):
+        with pytest.raises(DataError, match=r"'lr_mult': 0.5.*--\*-lr-mult of the run that saved it"):
             other.resume(saved)
 
 

@@ -380,5 +380,5 @@ def _matching_group(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[
     role = {key: group.get(key) for key in param_group_identifier_keys}
     raise DataError(
         f"the checkpoint has no optimizer parameter group like {role}. Load the weights alone with --no-load-optim, "
-        "or resume with the --lr, --min-lr, --weight-decay and other flags of the run that saved it."
+        "or resume with the --lr, --min-lr, --weight-decay and --*-lr-mult of the run that saved it."
     )
