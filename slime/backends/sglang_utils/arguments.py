@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
+from slime.backends.sglang_utils.server_args import own_dtype
 from slime.backends.sglang_utils.sglang_config import (
     ServerGroupConfig,
     SGLangConfig,
@@ -222,6 +223,7 @@ def _check_layout(args: Namespace) -> None:
     layout = resolve_sglang_config(args)
     # Groups may break a rule alike.
     problems = list(dict.fromkeys([*size_problems(args, layout), *quantized_problems(args, layout)]))
+    problems += precision_problems(args, layout)
     problems += dict.fromkeys(own_quantization_problems(args, layout))
     problems += share_problems(args, layout)
     problems += nuclei_problems(args, layout)
@@ -361,6 +363,18 @@ def quantized_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
         for group in model.server_groups:
             if group.worker_type not in ("encoder", "placeholder"):
                 yield from cut_blocks(args, model.model_path, group, config)
+
+
+def precision_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
+    """Yield quantized checkpoints whose engines would compute in fp32, which SGLang refuses when it loads them."""
+    for model in () if args.debug_train_only else layout.models:
+        method = (read_config(model.model_path).get("quantization_config") or {}).get("quant_method")
+        dtypes = {own_dtype(args, group.overrides.get("dtype", args.sglang_dtype)) for group in model.server_groups}
+        if method in ("fp8", "compressed-tensors") and "float32" in dtypes:
+            yield (
+                f"{model.model_path} is quantized ({method}), and SGLang computes with such weights in bf16 or fp16 "
+                "alone; its engines have fp32, the default without CUDA. Give --bf16, or --sglang-dtype bfloat16."
+            )
 
 
 def own_quantization_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:

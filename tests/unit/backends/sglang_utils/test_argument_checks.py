@@ -5,7 +5,12 @@ from argparse import Namespace
 
 import pytest
 
-from slime.backends.sglang_utils.arguments import cut_blocks, own_quantization_problems, quantized_problems
+from slime.backends.sglang_utils.arguments import (
+    cut_blocks,
+    own_quantization_problems,
+    precision_problems,
+    quantized_problems,
+)
 from slime.backends.sglang_utils.sglang_config import (
     ModelConfig,
     ServerGroupConfig,
@@ -66,6 +71,24 @@ def test_blocks_of_each_model_are_judged_by_its_own_engines(tmp_path):
     )  # fmt: skip
     (found,) = quantized_problems(args, SGLangConfig(models=tuple(models)))
     assert f"{tmp_path / 'judge'} has FP8 blocks" in found and "(num_gpus_per_engine of --sglang-config 1)" in found
+
+
+@pytest.mark.parametrize(
+    ("shape", "asked", "overrides", "is_refused"),
+    [
+        (QWEN3_4B | FP8, None, {}, True),
+        (QWEN3_4B, None, {}, False),
+        (QWEN3_4B | FP8, "bfloat16", {}, False),
+        (QWEN3_4B | FP8, "bfloat16", {"dtype": "float32"}, True),
+    ],
+)
+def test_quantized_weights_are_not_served_in_fp32(tmp_path, shape, asked, overrides, is_refused):
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3"}))
+    group = ServerGroupConfig(worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides)
+    model = ModelConfig(name="default", model_path=str(tmp_path), update_weights=True, server_groups=(group,))
+    args = Namespace(fp32=True, bf16=False, fp16=False, sglang_dtype=asked, debug_train_only=False)
+    found = list(precision_problems(args, SGLangConfig(models=(model,))))
+    assert ["give --bf16" in problem for problem in found] == [True] * is_refused
 
 
 @pytest.mark.parametrize(
