@@ -1,5 +1,5 @@
 """Model families: a file, or a folder of which these files are looked for by name.  Nothing else names one, except
-that ``slime.ext.vision.towers`` has the vision towers by model type.
+the table of vision towers by model type.
 
 family.py         what defines ``FAMILIES`` (``slime.backends.megatron_utils.models``); imports no Megatron, no SGLang
 layers.py         what ``--spec`` names by the folder: the layers, where megatron-core's options do not describe them

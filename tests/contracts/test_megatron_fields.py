@@ -28,7 +28,7 @@ FIELDS = {
 
 OF_THE_TRAINER = """
     initialize model_provider layers.value_head layers.attention layers.norm
-    layers.layer_specs layers.latent_attention layers.rotary models.deepseek
+    layers.layer_specs layers.latent_attention layers.rotary
     layers.experts layers.token_dispatcher flags.resolve_arguments flags.check_arguments adam model train_step
 """
 OF_MEGATRON = """
@@ -42,6 +42,7 @@ READ_BY_THE_CONFIG = {"embedding_init_method_std", "moe_router_topk_limited_devi
 READERS = [
     *(f"slime.backends.megatron_utils.{name}" for name in OF_THE_TRAINER.split()),
     "slime.ext.low_precision.fp8_linear",
+    "slime_plugins.models.glm5.family",
 ]
 READERS += [f"megatron.core.{name}" for name in OF_MEGATRON.split()]
 """The modules of the trainer, and of megatron-core beneath it, that read its configs."""

@@ -26,10 +26,12 @@ FLAGS = (
 def parse(*flags: str, folder: str) -> Namespace:
     """Complete flags, saving to and loading from ``folder``."""
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
+    from slime.flags.cluster import derive_for_extensions
     from slime.flags.parse import build_parser
 
     args = build_parser(with_engine_flags=False).parse_args([*FLAGS, *flags, "--save", folder, "--load", folder])
     args.actor_num_gpus_per_node = dist.get_world_size()
+    derive_for_extensions(args)
     validate_megatron_arguments(args)
     return args
 

@@ -16,7 +16,7 @@ SWITCHES = {
     name for name in HISTORICAL if name.startswith(("log_", "use_", "manual_gc", "reset_", "ckpt_", "disable_"))
 } - {"log_interval", "log_probs_max_tokens_per_gpu", "manual_gc_interval"} | {
     *("mock_data", "eod_mask_loss", "profile", "no_one_logger", "create_attention_mask_in_dataloader"),
-    *("auto_detect_ckpt_format", "exit_on_missing_checkpoint"),
+    *("auto_detect_ckpt_format", "exit_on_missing_checkpoint", "fp16_lm_cross_entropy"),
 }
 
 

@@ -46,6 +46,7 @@ SPELLED_OTHERWISE = {"use_rotary_position_embeddings", "use_gated_attention", "a
 NOMINAL = {"max_position_embeddings", "seq_length", "make_vocab_size_divisible_by", "padded_vocab_size"}
 OF_THE_LAYOUT = {"allgather_cp", "enable_experimental"}
 OPTIONAL = {"spec"}  # of GLM-4, whose flags describe its layers
+OF_THE_FOLDER = {"hf_checkpoint", "tokenizer_model", "tower_dims", "has_own_tower"}
 LEFT_TO_CONFIG = ("--rotary-scaling-factor", "--rope-type", "--beta-fast", "--dsa-indexer-")
 """Flags that model files leave out: YaRN's numbers where releases differ, and the sizes of indexers."""
 
@@ -69,7 +70,7 @@ def test_a_model_file_says_what_is_derived_from_the_published_config(name, tmp_p
     said = config_says(read_hf_config(str(tmp_path)))[0]
     for name, value in vars(derived).items():
         if name not in said and name not in SPELLED_OTHERWISE | NOMINAL | OF_THE_LAYOUT | OPTIONAL | MODEL_FLAGS:
-            assert vars(by_hand)[name] == value or name in ("hf_checkpoint", "tokenizer_model"), name
+            assert vars(by_hand)[name] == value or name in OF_THE_FOLDER, name
 
 
 PHI4, SMOLLM2 = WITHOUT_A_FILE["phi-4"], WITHOUT_A_FILE["smollm2-135M"]

@@ -13,6 +13,8 @@ from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors, MissingTensorError
 from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
 from slime.backends.megatron_utils.model_provider import get_model_provider
+from slime.compose import parts
+from slime.ray.parts import load_all
 from slime.utils.errors import ConfigError, DataError
 from tests.matrix.case import load_cases, read_config
 from tests.unit.backends.megatron_utils.megatron_case import (
@@ -233,10 +235,11 @@ def test_a_tensor_that_no_part_of_the_model_reads_is_an_error(tmp_path: Path, ki
     case.write_checkpoint(tmp_path)
     args = parse("--hf-checkpoint", tmp_path, *case.flags(tmp_path))
     start_single_process(args)
-    load_hf_weights(args, [get_model_provider(args)()], tmp_path)
+    build = get_model_provider(args, transforms=[make(args) for make in load_all(parts(args).transforms)])
+    load_hf_weights(args, [build()], tmp_path)
     edit(tmp_path, **{name: torch.ones(2)})
     with pytest.raises(DataError, match=f"1 tensors have no place in the model, such as {name}"):
-        load_hf_weights(args, [get_model_provider(args)()], tmp_path)
+        load_hf_weights(args, [build()], tmp_path)
 
 
 def test_two_files_with_one_tensor_are_an_error(tmp_path: Path) -> None:

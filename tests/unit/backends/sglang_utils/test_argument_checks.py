@@ -88,7 +88,7 @@ def test_quantized_weights_are_not_served_in_fp32(tmp_path, shape, asked, overri
     model = ModelConfig(name="default", model_path=str(tmp_path), update_weights=True, server_groups=(group,))
     args = Namespace(fp32=True, bf16=False, fp16=False, sglang_dtype=asked, debug_train_only=False)
     found = list(precision_problems(args, SGLangConfig(models=(model,))))
-    assert ["give --bf16" in problem for problem in found] == [True] * is_refused
+    assert ["Give --bf16" in problem for problem in found] == [True] * is_refused
 
 
 @pytest.mark.parametrize(
