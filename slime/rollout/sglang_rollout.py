@@ -277,21 +277,21 @@ async def _call_generate(
         return await generate(args, sample, sampling_params)
     function: Callable[..., Any] = load_function(path)
     keywords = {"evaluation": evaluation} if "evaluation" in parameters_of(function) else {}
-    is_of_run = path == config.custom_generate_function_path
-    flag = "--custom-generate-function-path" if is_of_run else "--eval-config"
+    flag = "--custom-generate-function-path" if path == config.custom_generate_function_path else "--eval-config"
     call = PluginCall(flag, path, sample)
     entry = await await_plugin(call, function, args, sample, sampling_params, **keywords)
     if not isinstance(entry, Sample | list):
         raise HookError(f"{call} returned {type(entry).__name__}; it must return a Sample or a list of Samples.")
     check_samples(entry, f"{call} returned")
+    is_ending = GenerateState(args).aborted
     for part in leaf_samples(entry):
         part.index = sample.index if part.index is None else part.index
         part.group_index = sample.group_index if part.group_index is None else part.group_index
-        if part.status is Sample.Status.PENDING and part.response_length and not GenerateState(args).aborted:
+        if part.status is Sample.Status.PENDING and part.response_length and not is_ending:
             part.status = Sample.Status.COMPLETED
         if part.status is Sample.Status.ABORTED and part.remove_sample:  # the function gave it up
             part.remove_sample = False
-            if not GenerateState(args).aborted:  # else that may be why: it begins again in another rollout
+            if not is_ending:  # else that may be why: it begins again in another rollout
                 leave_out(reward_config(args), part, RuntimeError(f"{call} gave it up"))
     return entry
 

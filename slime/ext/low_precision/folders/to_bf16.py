@@ -19,7 +19,7 @@ from slime.ext.low_precision.folders.tensor_file import RowReader
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_files import without_quantization
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, dequantize_block, num_blocks
-from slime.weights.quantize.formats import GroupInt
+from slime.weights.quantize.formats import SUFFIX, GroupInt
 from slime.weights.quantize.group_int import WORD_BITS, num_words
 from slime.weights.quantize.mxfp4 import BLOCKS, GROUP, NUMBERS_PER_BYTE, SCALES, dequantize, multiply_out
 from slime.weights.quantize.quantizer import read_format
@@ -29,8 +29,7 @@ FP8_CODES = ("F8_E4M3", "F8_E5M2")
 FP4_CODES = ("I8", "U8")
 """Two numbers of e2m1 a byte, beside scales of e8m0."""
 SCALE_CODES = ("F32", "BF16", "F16", "F8_E8M0")
-WEIGHT = ".weight"
-SCALE_NAMES = (("", "_scale_inv"), ("", "_scale"), (WEIGHT, ".scale"))
+SCALE_NAMES = (("", "_scale_inv"), ("", "_scale"), (SUFFIX, ".scale"))
 """What the name of a weight loses and gets to be the name of its scale."""
 ACTIVATION_SCALES = (".input_scale", ".activation_scale")
 EXPERT_DTYPE = "expert_dtype"
