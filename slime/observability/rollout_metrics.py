@@ -266,12 +266,16 @@ def _is_fanned_out(samples: Sequence[Sample]) -> bool:
     return len(set(indices)) < len(indices)
 
 
-REQUEST_SPANS = frozenset({"sglang_generate", "sglang_generate_stream"})
+_STREAMED = frozenset({"sglang_generate_stream"})
+REQUEST_SPANS = frozenset({"sglang_generate"}) | _STREAMED
 _NAMES = {
     "e2e_latency": "request/e2e_latency",
     "queue_time": "request/queue_time",
     "decode_throughput": "decode/throughput",
 }
+_MIN_TIMED = 1000
+"""Tokens of an answer whose decoding SGLang has timed, unless it was streamed: its clock starts with the 50th token
+(SGLANG_FORCE_STREAM_INTERVAL), or with the last one of an answer that has fewer."""
 _DISAGGREGATED = {"pd_prefill_": "prefill/", "pd_decode_": "decode/"}
 """Prefix of a fact of prefill/decode disaggregation -> prefix of its metric."""
 
@@ -281,10 +285,14 @@ def compute_request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
     ``request/e2e_latency/*``, ``request/queue_time/*``, ``decode/throughput/*``, and ``prefill/{fact}/*`` and
     ``decode/{fact}/*`` for the ``pd_prefill_*`` and ``pd_decode_*`` facts of disaggregated engines.  A fact that no
-    request has is left out.
+    request has is left out; so is the throughput of an answer that is not streamed and too short to be timed.
     """
+    requests = [attrs for _, _, attrs in finished_spans(samples, _STREAMED)]
+    for _, _, attrs in finished_spans(samples, REQUEST_SPANS - _STREAMED):
+        is_timed = attrs.get("completion_tokens", 0) >= _MIN_TIMED
+        requests.append({fact: value for fact, value in attrs.items() if is_timed or fact != "decode_throughput"})
     values: dict[str, list[float]] = {}
-    for _, _, attrs in finished_spans(samples, REQUEST_SPANS):
+    for attrs in requests:
         for fact, value in attrs.items():
             name = _metric_of(fact)
             if name is not None and isinstance(value, int | float) and not isinstance(value, bool):

@@ -90,24 +90,36 @@ def test_rewards_may_be_numbers_of_numpy() -> None:
     assert record["eval/a"] == 0.75
 
 
-def traced(**facts: float) -> Sample:
+def traced(name: str = "sglang_generate", **facts: float) -> Sample:
     one = sample(0, 1.0, 10)
-    span = {"name": "sglang_generate", "span_id": "a", "ts": 0.0}
+    span = {"name": name, "span_id": "a", "ts": 0.0}
     one.trace = {"events": [{**span, "type": "span_start"}, {**span, "type": "span_end", "attrs": facts}]}
     return one
 
 
 def test_what_engines_said_of_their_requests_is_summed_up() -> None:
     samples = [
-        traced(e2e_latency=2.0, queue_time=0.5, decode_throughput=10.0, pd_prefill_bootstrap_s=0.1),
+        traced(e2e_latency=2.0, queue_time=0.5, pd_prefill_bootstrap_s=0.1),
         traced(e2e_latency=4.0, queue_time=0.0, pd_decode_transfer_s=0.2, finish_reason="stop"),
         sample(0, 0.0, 5),
     ]
     record = compute_rollout_record(ARGS, 0, samples, None, rollout_time=4.0)
     assert (record["perf/request/e2e_latency/mean"], record["perf/request/e2e_latency/max"]) == (3.0, 4.0)
     assert record["perf/request/queue_time/median"] == 0.25
-    assert record["perf/decode/throughput/min"] == 10.0
     assert record["perf/prefill/bootstrap_s/mean"] == 0.1 and record["perf/decode/transfer_s/mean"] == 0.2
+    assert not any(name.startswith("perf/decode/throughput") for name in record)
+
+
+def test_decoding_counts_where_the_engine_timed_it_from_its_first_tokens() -> None:
+    short = traced(completion_tokens=24, decode_throughput=4e7)  # all tokens came at once
+    samples = [
+        traced(completion_tokens=2000, decode_throughput=10.0),
+        traced("sglang_generate_stream", completion_tokens=24, decode_throughput=20.0),
+        short,
+    ]
+    record = compute_rollout_record(ARGS, 0, samples, None, rollout_time=4.0)
+    assert (record["perf/decode/throughput/min"], record["perf/decode/throughput/max"]) == (10.0, 20.0)
+    assert "perf/decode/throughput/max" not in compute_rollout_record(ARGS, 0, [short], None, rollout_time=4.0)
 
 
 def test_waits_for_tools_are_taken_off_the_longest_sample() -> None:
