@@ -197,7 +197,7 @@ def facts_of(run: Run) -> list[list[str]]:
         "state": run.state,
         "model": str(run.value("hf_checkpoint", "unknown")),
         "estimator": str(run.value("advantage_estimator", "unknown")),
-        "steps": f"{len(run.rollouts)} of {run.value('num_rollout', '?')}",
+        "steps": f"{len(run.rollouts)} of {'?' if run.num_rollout is None else run.num_rollout}",
         "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begin)) if begin else "unknown",
         "took": f"{(end - begin) / 60:.1f} minutes" if begin is not None and end is not None else "unknown",
         "GPUs": ", ".join(f"{one.num_gpus} {one.name}" for one in run.gpu_classes) + f"; driver: {gpus[0]}",

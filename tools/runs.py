@@ -56,7 +56,7 @@ def row_of(folder: Path) -> tuple[str, ...]:
     first = next(read_records(folder / FILE_NAME), {})
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(first["time"])) if "time" in first else "unknown"
     reward = _last_reward(run)
-    steps = f"{len(run.rollouts)}/{run.value('num_rollout', '?')}"
+    steps = f"{len(run.rollouts)}/{'?' if run.num_rollout is None else run.num_rollout}"
     return began, steps, "" if reward is None else f"{reward:.3f}", run.state, str(folder)
 
 

@@ -47,9 +47,17 @@ class Run:
         return default if entry is None or entry["value"] is None else entry["value"]
 
     @property
+    def num_rollout(self) -> int | None:
+        """Rollouts of the whole run, as its last start said: with ``--num-epoch`` no flag does."""
+        starts = [one for one in self.events if one["event"] == "start" and one.get("num_rollout") is not None]
+        length: int | None = starts[-1]["num_rollout"] if starts else self.value("num_rollout")
+        return length
+
+    @property
     def gpu_classes(self) -> list[GpuClass]:
         """The classes of GPUs of the run."""
-        trainers = self.value("actor_num_nodes", 1) * self.value("actor_num_gpus_per_node", 1)
+        has_trainer = not self.value("debug_rollout_only", False)
+        trainers = has_trainer * self.value("actor_num_nodes", 1) * self.value("actor_num_gpus_per_node", 1)
         engines = 0 if self.value("debug_train_only", False) else self.value("rollout_num_gpus", 0)
         return gpu_classes(trainers, engines, is_shared=bool(self.value("colocate", False)))
 

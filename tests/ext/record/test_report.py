@@ -112,6 +112,20 @@ def test_runs_are_listed_with_their_steps_reward_and_state(tmp_path, capsys):
     assert "No run lies below" in capsys.readouterr().err
 
 
+def test_a_run_of_epochs_without_a_trainer_has_the_length_that_it_started_with_and_no_gpus_of_one(tmp_path):
+    flags = {"num_epoch": 2, "num_rollout": None, "debug_rollout_only": True, "rollout_num_gpus": 1}
+    args = Namespace(
+        save=str(tmp_path), value_origins=dict.fromkeys(flags, "flag"), actor_num_gpus_per_node=8, **flags
+    )
+    recording.start(args, "driver", primary=True)
+    recording.event("start", rollout=0, num_rollout=4)
+    append_record(tmp_path / "metrics.jsonl", {"rollout/raw_reward": 0.5, "rollout/step": 0})
+    recording.stop()
+    facts = dict(report.facts_of(read_run(tmp_path)))
+    assert (facts["steps"], facts["GPUs"]) == ("1 of 4", "1 engines; driver: no GPU")
+    assert runs.row_of(tmp_path)[1] == "1/4"
+
+
 def test_causes_add_up_to_the_time_of_the_gpus_in_all_and_in_each_step(run):
     time = report.time_of(read_run(run))
     assert sum(time["total"].values()) == pytest.approx(2 * NUM_STEPS * STEP_S, rel=0.02)
