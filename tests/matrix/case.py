@@ -27,6 +27,7 @@ from torch import Tensor
 
 from slime.utils.processing_utils import import_torchvision
 from slime.weights.stacked_experts import by_expert
+from tests.matrix.flags import model_flags
 
 FAMILIES = Path(__file__).parent / "families"
 WEIGHT_STD = 0.12
@@ -42,6 +43,16 @@ FP32_IN_BF16_CHECKPOINTS = (
 """Tensors that stay fp32 in a bf16 checkpoint, as the published ones have it."""
 
 Tensors = dict[str, Tensor]
+SMALL = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+"""What most cases have in their config: sizes that no layout divides evenly."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class FamilyCase:
     """Row of the matrix: ``qwen3_moe``."""
     config: Mapping[str, Any]
     """Settings of the HF config, ``model_type`` among them."""
-    flags: Callable[[Path], list[str]]
+    flags: Callable[[Path], list[str]] = model_flags
     """Megatron model flags for the checkpoint folder, ``--hf-checkpoint`` not included."""
     architecture: str = ""
     """``architectures`` of a config that transformers does not know; it is then written as plain JSON."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from tests.matrix.case import FamilyCase
-from tests.matrix.flags import model_flags
+from tests.matrix.case import SMALL, FamilyCase
 
 CASE = FamilyCase(
     name="deepseek_v3",
     config={
+        **SMALL,
         "model_type": "deepseek_v3",
-        "hidden_size": 48,
         "num_hidden_layers": 5,
-        "num_attention_heads": 6,
         "num_key_value_heads": 6,
         "q_lora_rank": 28,
         "kv_lora_rank": 20,
@@ -28,7 +26,6 @@ CASE = FamilyCase(
         "routed_scaling_factor": 2.5,
         "norm_topk_prob": True,
         "first_k_dense_replace": 2,
-        "vocab_size": 131,
         "max_position_embeddings": 64,
         # Stretched by less than it could be, so that all three kinds of dimensions occur, and the samples of the
         # matrix are longer than the original length.
@@ -43,9 +40,7 @@ CASE = FamilyCase(
             "original_max_position_embeddings": 8,
         },
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
     },
-    flags=model_flags,
     has_experts=True,
     about="query latents, values of another width than keys, YaRN beyond its original length, 2 of 4 expert groups",
 )

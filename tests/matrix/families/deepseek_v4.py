@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.matrix.case import (
+    SMALL,
     FamilyCase,
     Tensors,
     load_with_transformers,
@@ -20,7 +21,6 @@ from tests.matrix.case import (
     write_tensors,
     write_with_transformers,
 )
-from tests.matrix.flags import model_flags
 
 PUBLISHED = (
     # what transformers 5.12.1 saves -> what published folders have, one after the other
@@ -104,9 +104,8 @@ def without_tables(tensors: Tensors) -> Tensors:
 CASE = FamilyCase(
     name="deepseek_v4",
     config={
+        **SMALL,
         "model_type": "deepseek_v4",
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
         "head_dim": 16,
@@ -127,8 +126,6 @@ CASE = FamilyCase(
         "routed_scaling_factor": 1.7,
         "moe_intermediate_size": 20,
         "swiglu_limit": 0.55,  # of 0.5 a gate comes within 4e-7 in training: rounding then decides on its gradient
-        "vocab_size": 131,
-        "max_position_embeddings": 512,
         "rope_theta": 10000.0,
         "compress_rope_theta": 16000.0,
         "rope_parameters": {
@@ -136,9 +133,7 @@ CASE = FamilyCase(
             **{"beta_fast": 32.0, "beta_slow": 1.0},
         },
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
     },
-    flags=model_flags,
     write=write,
     reference=Reference,
     pushed=without_tables,

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.matrix.case import FamilyCase, read_config, read_tensors, write_tensors, write_with_transformers
-from tests.matrix.flags import model_flags
-
-SPEC = ("--spec", "slime_plugins.models.gemma3", "get_gemma3_spec")
+from tests.matrix.case import SMALL, FamilyCase, read_config, read_tensors, write_tensors, write_with_transformers
 
 
 def write(case: FamilyCase, folder: Path, seed: int) -> None:
@@ -26,16 +23,13 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
 CASE = FamilyCase(
     name="gemma3",
     config={
+        **SMALL,
         "model_type": "gemma3_text",
-        "hidden_size": 48,
         "num_hidden_layers": 5,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 20,
         "query_pre_attn_scalar": 20,
         "intermediate_size": 72,
-        "vocab_size": 131,
-        "max_position_embeddings": 512,
         "sliding_window": 5,
         "sliding_window_pattern": 3,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] + ["sliding_attention"] * 2,
@@ -47,7 +41,6 @@ CASE = FamilyCase(
         "tie_word_embeddings": True,
         "pad_token_id": None,
     },
-    flags=model_flags,
     write=write,
     about="windows of 5 tokens with rotary angles of their own in layers 1, 2, 4 and 5 of 5; tied scaled embeddings",
 )

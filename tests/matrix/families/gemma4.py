@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slime.weights.stacked_experts import by_expert
 from tests.matrix.case import (
+    SMALL,
     FamilyCase,
     Tensors,
     quiet_transformers,
@@ -20,7 +21,6 @@ from tests.matrix.case import (
     write_tensors,
     write_with_transformers,
 )
-from tests.matrix.flags import model_flags
 
 THREE_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 LAYERS = "model.language_model.layers."
@@ -78,9 +78,8 @@ def without_tower(tensors: Tensors) -> Tensors:
 CASE = FamilyCase(
     name="gemma4",
     config={
+        **SMALL,
         "model_type": "gemma4",
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "num_global_key_value_heads": 2,
@@ -88,8 +87,6 @@ CASE = FamilyCase(
         "global_head_dim": 24,
         "attention_k_eq_v": True,
         "intermediate_size": 72,
-        "vocab_size": 131,
-        "max_position_embeddings": 512,
         "sliding_window": 5,
         "layer_types": THREE_LAYERS,
         "rms_norm_eps": 1e-6,
@@ -98,7 +95,6 @@ CASE = FamilyCase(
         "tie_word_embeddings": True,
         "pad_token_id": 0,
     },
-    flags=model_flags,
     write=write,
     reference=reference,
     pushed=without_tower,

@@ -37,7 +37,6 @@ CASES = (
             "intermediate_size": 92,
             "attention_bias": False,
         },
-        flags=model_flags,
         about="as the 32B, without biases; the norms asked for by their flags, without --spec",
     ),
 )

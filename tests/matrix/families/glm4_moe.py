@@ -3,21 +3,16 @@ an MTP layer."""
 
 from __future__ import annotations
 
-from tests.matrix.case import FamilyCase
+from tests.matrix.case import SMALL, FamilyCase
 from tests.matrix.flags import model_flags
 from tests.matrix.references.mtp import ModelWithMtp, mtp_extra_loss, mtp_flags, write_with_mtp
 
 COMMON = {
+    **SMALL,
     "model_type": "glm4_moe",
-    "hidden_size": 48,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
     "head_dim": 16,
-    "vocab_size": 131,
-    "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
-    "tie_word_embeddings": False,
     "attention_bias": True,
     "norm_topk_prob": True,
 }

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from tests.matrix.case import FamilyCase
+from tests.matrix.case import SMALL, FamilyCase
 from tests.matrix.flags import model_flags
 from tests.matrix.references.mtp import ModelWithMtp, mtp_extra_loss, mtp_flags, write_with_mtp
 
 CASE = FamilyCase(
     name="glm4_moe_lite",
     config={
+        **SMALL,
         "model_type": "glm4_moe_lite",
         "hidden_size": 40,
-        "num_hidden_layers": 3,
         "num_nextn_predict_layers": 1,
         "num_attention_heads": 10,
         "num_key_value_heads": 10,
@@ -31,10 +31,8 @@ CASE = FamilyCase(
         "norm_topk_prob": True,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "vocab_size": 137,
-        "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
     },
     flags=lambda folder: model_flags(folder, *mtp_flags(folder)),
     write=write_with_mtp,

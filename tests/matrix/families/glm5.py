@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.matrix.case import FamilyCase
+from tests.matrix.case import SMALL, FamilyCase
 from tests.matrix.flags import model_flags
 from tests.matrix.references.mtp import ModelWithMtp, mtp_extra_loss, mtp_flags, write_with_mtp
 
@@ -16,9 +16,8 @@ def flags(folder: Path) -> list[str]:
 
 
 CONFIG = {
+    **SMALL,
     "model_type": "glm_moe_dsa",
-    "hidden_size": 48,
-    "num_attention_heads": 6,
     "num_key_value_heads": 6,
     "q_lora_rank": 28,
     "kv_lora_rank": 20,
@@ -34,7 +33,6 @@ CONFIG = {
     "topk_group": 1,
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
-    "vocab_size": 131,
     "max_position_embeddings": 256,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
     # Rows of the tests have up to 65 keys. With 16 heads no two scores are equal, and few are zero.
@@ -42,7 +40,6 @@ CONFIG = {
     "index_n_heads": 16,
     "index_head_dim": 20,
     "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
 }
 
 CASES = (

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from tests.matrix.case import FamilyCase
-from tests.matrix.flags import model_flags
-
-LEFT_OUT = ("--swiglu", "--use-rotary-position-embeddings", "--disable-bias-linear")
-"""Flags of other decoders."""
-
+from tests.matrix.case import SMALL, FamilyCase
 
 CASE = FamilyCase(
     name="gpt_oss",
     config={
+        **SMALL,
         "model_type": "gpt_oss",
         "hidden_size": 64,
-        "num_hidden_layers": 3,
         "num_attention_heads": 8,
-        "num_key_value_heads": 2,
         "head_dim": 16,
         "intermediate_size": 32,
-        "vocab_size": 131,
-        "max_position_embeddings": 512,
         "sliding_window": 5,
         "swiglu_limit": 7.0,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -31,10 +23,8 @@ CASE = FamilyCase(
             "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
             "truncate": False, "original_max_position_embeddings": 64,
         },
-        "tie_word_embeddings": False,
         "pad_token_id": None,
     },
-    flags=model_flags,
     has_experts=True,
     has_quantized_form=False,  # SGLang loads its stacked experts in bf16 and MXFP4
     about="sinks, windows of 5 tokens in layers 1 and 3 of 3, biases, YaRN without rounding, a clamped gate",

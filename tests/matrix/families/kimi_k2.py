@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from tests.matrix.case import FamilyCase, random_tensor, write_tensors
-from tests.matrix.flags import model_flags
 from tests.matrix.references import kimi_k2
 
 
@@ -63,7 +62,6 @@ CASE = FamilyCase(
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     },
-    flags=model_flags,
     write=write,
     reference=kimi_k2.load,
     has_experts=True,

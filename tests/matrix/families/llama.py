@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.matrix.case import FamilyCase
-from tests.matrix.flags import model_flags
 
 COMMON = {
     "model_type": "llama",
@@ -32,7 +31,6 @@ CASES = (
                 "original_max_position_embeddings": 8192,
             },
         },
-        flags=model_flags,
         about="rotary frequencies scaled as in Llama 3.1",
     ),
     FamilyCase(
@@ -45,7 +43,6 @@ CASES = (
             "tie_word_embeddings": True,
             "max_position_embeddings": 512,
         },
-        flags=model_flags,
         max_tp=1,
         about="5 heads, none grouped; tied embeddings",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tests.matrix.case import FamilyCase
+from tests.matrix.case import SMALL, FamilyCase
 from tests.matrix.flags import model_flags
 from tests.matrix.references.mtp import ModelWithMtp, MtpFormat, mtp_extra_loss, mtp_flags, write_with_mtp
 
@@ -28,19 +28,13 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
 CASE = FamilyCase(
     name="mimo",
     config={
+        **SMALL,
         "model_type": "mimo",
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
         "num_nextn_predict_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
         "head_dim": 8,
         "intermediate_size": 72,
-        "vocab_size": 131,
-        "max_position_embeddings": 512,
         "rope_theta": 640000.0,
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
     },
     architecture="MiMoForCausalLM",
     flags=lambda folder: model_flags(folder, *mtp_flags(folder)),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from tests.matrix.case import FamilyCase
-from tests.matrix.flags import model_flags
+from tests.matrix.case import SMALL, FamilyCase
 
 CASE = FamilyCase(
     name="moonlight",
     config={
+        **SMALL,
         "model_type": "deepseek_v3",
         "hidden_size": 40,
-        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "q_lora_rank": None,
@@ -29,12 +28,9 @@ CASE = FamilyCase(
         "norm_topk_prob": True,
         "first_k_dense_replace": 1,
         "vocab_size": 133,
-        "max_position_embeddings": 512,
         "rope_theta": 50000.0,
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
     },
-    flags=model_flags,
     has_experts=True,
     about="queries straight from the hidden state, two shared experts, one expert group, 3 of 8 experts",
 )

@@ -14,6 +14,7 @@ from transformers.integrations import hub_kernels
 
 from slime_plugins.models.nemotron_h.family import KINDS
 from tests.matrix.case import (
+    SMALL,
     FamilyCase,
     Tensors,
     load_with_transformers,
@@ -22,7 +23,6 @@ from tests.matrix.case import (
     write_tensors,
     write_with_transformers,
 )
-from tests.matrix.flags import model_flags
 
 # The reference computes in torch: beside a GPU transformers would ask its hub for these.
 hub_kernels._KERNEL_MODULE_MAPPING.update({name: ModuleType(name) for name in ("causal-conv1d", "mamba-ssm")})
@@ -76,11 +76,10 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
 CASE = FamilyCase(
     name="nemotron_h",
     config={
+        **SMALL,
         "model_type": "nemotron_h",
-        "hidden_size": 48,
         "num_hidden_layers": len(PATTERN),
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 16,
         "mamba_num_heads": 12,
         "mamba_head_dim": 10,
@@ -95,12 +94,8 @@ CASE = FamilyCase(
         "routed_scaling_factor": 2.5,
         "moe_intermediate_size": 20,
         "moe_shared_expert_intermediate_size": 28,
-        "vocab_size": 131,
-        "max_position_embeddings": 512,
         "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": False,
     },
-    flags=model_flags,
     write=write,
     reference=Reference,
     has_experts=True,

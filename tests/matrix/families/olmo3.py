@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.matrix.case import FamilyCase
-from tests.matrix.flags import model_flags
+from tests.matrix.case import SMALL, FamilyCase
 
 FACTOR = 0.1 * math.log(4) + 1
 """``attention_factor``, which published configs spell out: what YaRN derives from a factor of 4."""
@@ -36,14 +35,11 @@ def reference(folder: Path) -> torch.nn.Module:
 CASE = FamilyCase(
     name="olmo3",
     config={
+        **SMALL,
         "model_type": "olmo3",
-        "hidden_size": 48,
         "num_hidden_layers": 5,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "intermediate_size": 72,
-        "vocab_size": 131,
-        "max_position_embeddings": 512,
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] + ["sliding_attention"] * 2,
         "rms_norm_eps": 1e-6,
@@ -56,12 +52,10 @@ CASE = FamilyCase(
             "beta_fast": 32.0,
             "beta_slow": 1.0,
         },
-        "tie_word_embeddings": False,
         "pad_token_id": None,
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    flags=model_flags,
     reference=reference,
     about="norms over 4 query heads and 2 key heads together; windows of 5 tokens in layers 1, 2, 4 and 5 of 5, YaRN "
     "in layer 3",

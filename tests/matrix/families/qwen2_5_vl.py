@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.matrix.case import FamilyCase
+from tests.matrix.case import SMALL, FamilyCase
 from tests.matrix.flags import model_flags
 from tests.matrix.references.vision import image_adder, reference, vision_writer
 
@@ -15,14 +15,10 @@ VISION = {
 CASE = FamilyCase(
     name="qwen2_5_vl",
     config={
+        **SMALL,
         "model_type": "qwen2_5_vl",
-        "hidden_size": 48,
-        "num_hidden_layers": 3,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "intermediate_size": 72,
-        "vocab_size": 131,
-        "max_position_embeddings": 512,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [2, 2, 2]},
         "tie_word_embeddings": True,

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import torch
 
-from tests.matrix.case import FamilyCase, Tensors
+from tests.matrix.case import SMALL, FamilyCase, Tensors
 from tests.matrix.families.qwen3_next import MTP_FORMAT
 from tests.matrix.flags import model_flags
 from tests.matrix.references.composite import CompositeModel, as_pushed, write_composite
 from tests.matrix.references.mtp import mtp_extra_loss
-
-SPEC = ("--spec", "slime_plugins.models.qwen3_5", "get_qwen3_5_spec")
 
 
 def write(case: FamilyCase, folder: Path, seed: int) -> None:
@@ -43,13 +41,11 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
 DENSE = FamilyCase(
     name="qwen3_5",
     config={
+        **SMALL,
         "model_type": "qwen3_5",
-        "hidden_size": 48,
         "num_hidden_layers": 5,
         "full_attention_interval": 3,
         "num_nextn_predict_layers": 1,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
         "head_dim": 16,
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 12,
@@ -57,8 +53,6 @@ DENSE = FamilyCase(
         "linear_value_head_dim": 22,
         "linear_conv_kernel_dim": 3,
         "intermediate_size": 72,
-        "vocab_size": 131,
-        "max_position_embeddings": 512,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {
             **{"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},

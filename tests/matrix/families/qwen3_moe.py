@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from tests.matrix.case import FamilyCase
-from tests.matrix.flags import model_flags
+from tests.matrix.case import SMALL, FamilyCase
 
 COMMON = {
-    "hidden_size": 48,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "vocab_size": 131,
-    "max_position_embeddings": 512,
+    **SMALL,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
 }
 
 CASES = (
@@ -31,7 +25,6 @@ CASES = (
             "num_experts_per_tok": 3,
             "norm_topk_prob": True,
         },
-        flags=model_flags,
         has_experts=True,
         about="12 experts, 3 chosen, a dense layer between; query and key norms",
     ),
@@ -49,7 +42,6 @@ CASES = (
             "num_experts_per_tok": 4,
             "norm_topk_prob": False,
         },
-        flags=model_flags,
         has_experts=True,
         about="a gated shared expert, weights not normalised, biases on q, k, v",
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tests.matrix.case import FamilyCase, read_config, read_tensors, write_tensors
+from tests.matrix.case import SMALL, FamilyCase, read_config, read_tensors, write_tensors
 from tests.matrix.flags import model_flags
 from tests.matrix.references.mtp import ModelWithMtp, MtpFormat, mtp_extra_loss, mtp_flags, write_with_mtp
 
@@ -62,13 +62,11 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
 CASE = FamilyCase(
     name="qwen3_next",
     config={
+        **SMALL,
         "model_type": "qwen3_next",
-        "hidden_size": 48,
         "num_hidden_layers": 5,
         "full_attention_interval": 3,  # the layer behind the last is one with full attention, too
         "num_nextn_predict_layers": 1,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
         "head_dim": 16,
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 12,
@@ -81,12 +79,9 @@ CASE = FamilyCase(
         "num_experts": 10,
         "num_experts_per_tok": 3,
         "norm_topk_prob": True,
-        "vocab_size": 131,
-        "max_position_embeddings": 512,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
         "partial_rotary_factor": 0.25,
-        "tie_word_embeddings": False,
     },
     flags=lambda folder: model_flags(folder, *mtp_flags(folder)),
     write=write,
