@@ -107,14 +107,6 @@ def test_a_critic_resumes_from_the_iteration_of_the_actors_checkpoint(ppo, tmp_p
     assert critic.start_rollout_id is None
 
 
-def test_a_tracker_that_is_no_number_is_named(ppo, tmp_path):
-    run = save(tmp_path / "run", 4)
-    for text in (b"\xff", "\u00b2".encode()):  # no UTF-8; a digit that int() does not take
-        (tmp_path / "run" / TRACKER).write_bytes(text)
-        with pytest.raises(ConfigError, match="--load: .* an iteration or the word release is needed"):
-            ppo("--load", run)
-
-
 def test_a_resumed_run_without_a_checkpoint_of_the_critic_is_refused(ppo, tmp_path, model_folder):
     run = save(tmp_path / "run", 4)
     with pytest.raises(ConfigError, match="The actor resumes after rollout 4.*ref_load: FOLDER"):

@@ -53,7 +53,8 @@ BAD_LINES = {
         json.dumps({"input": "a", "label": "1", "metadata": '{"x": 1, "x": 2}'}).encode(),
         "metadata is text but not JSON (the key 'x' occurs twice",
     ),
-    "cut": (b'{"input": "a", "lab', "is not JSON"),
+    "cut": (b'{"input": "a", "lab', """'{"input": "a", "lab'"""),
+    "other keys": (b'{"text": "b", "answer": 1}', "has no key 'input', which --input-key names; it has text, answer"),
     "text": (b'"a"', "is a JSON str; each line must be an object"),
 }
 
@@ -73,7 +74,8 @@ BAD_ROWS = {
     "NaN in a list of labels": ({"label": ["1", float("nan")]}, "label (--label-key) is ['1', nan]"),
     "blank": ({"input": "   "}, "the prompt is '   ', which is blank"),
     "zero width": ({"input": "\u200b\ufeff"}, "which is blank"),
-    "number": ({"input": 5}, "the prompt is 5"),
+    "number": ({"input": 5}, "the prompt is 5; it must be text or a list of chat messages"),
+    "null": ({"input": None}, "the prompt is None"),
     "no messages": ({"input": []}, "the prompt is []"),
     "messages of text": ({"input": ["hi"]}, "message 0 of the prompt is 'hi'; it must have a role"),
     "blank beside a system message": (
@@ -86,7 +88,12 @@ BAD_ROWS = {
     "content is an object": (chat(content={"text": "a"}), "has the content {'text': 'a'}"),
     "a part is a number": (chat(content=[{"type": "text", "text": "a"}, 3]), "has the part 3"),
     "metadata is a list": ({"metadata": [1]}, "metadata is [1]; it must be an object"),
+    "text of a part is a number": (chat(content=[{"text": 5}]), "has the part"),
+    "calls are a number": (chat(tool_calls=5), "has the tool_calls 5"),
     "metadata text": ({"metadata": "{"}, "metadata is text but not JSON"),
+    "metadata text is deep": ({"metadata": "[" * 100_000}, "nested deeper"),
+    "tool is a number": ({"tools": [1]}, "has the tool 1"),
+    "tool without a name": ({"tools": [{"a": 1}]}, "has the tool {'a': 1}"),
     "tools are an object": ({"tools": {"name": "f"}}, "tools are {'name': 'f'}; they must be a list"),
     "long": ({"input": "a" * (MAX_PROMPT_CHARS + 1)}, "the prompt has 4,000,001 characters ('aaa"),
     "long parts": (chat(content=[{"type": "text", "text": "a" * 20_000_000}]), "has 20,000,000 characters"),
@@ -101,8 +108,16 @@ def test_values_of_no_use(tmp_path, name, run):
     path.write_bytes(GOOD + json.dumps({"input": "a", "label": "1"} | row).encode() + b"\n")
     begin = time.monotonic()
     text = refusal(run, path)
-    assert f"{path} line 2: " in text and expected in text, text
+    place, _, said = text.partition(" line 2")
+    assert place.endswith(str(path)) and said[0] in ": " and expected in said, text
     assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize(("grader", "says"), [(5, "is 5"), ("mathh", "is 'mathh'; it may be math, f1")])
+def test_a_grader_that_there_is_not_is_named_with_its_line(tmp_path, grader, says):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(GOOD + json.dumps({"input": "a", "label": "1", "metadata": {"rm_type": grader}}).encode())
+    assert f"{path} line 2: rm_type in its metadata {says}" in refusal(check, path, rm_types=("math", "f1"))
 
 
 @pytest.mark.parametrize(
@@ -176,9 +191,6 @@ def test_a_line_without_an_end_is_not_read_into_memory(tmp_path, monkeypatch):
     path = tmp_path / "data.jsonl"
     path.write_bytes(GOOD + b" " * 5000)
     assert "line 2 has more than 1000 bytes" in refusal(check, path)
-
-
-# ------------------------------------------------------------------------------------------ parquet
 
 
 # ------------------------------------------------------------------------------------------ chat templates

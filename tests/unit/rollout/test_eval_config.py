@@ -92,11 +92,9 @@ def test_a_yaml_file_lists_or_maps_data_sets_at_its_root_or_under_eval(tmp_path,
     [
         ("datasets: []", "has no datasets"),
         ("- 1", "has no datasets"),
-        ("datasets: [{name: a, path: p, tempreature: 1}]", "data set 'a' has unknown keys tempreature; allowed are"),
         ("defaults: {path: p}\ndatasets: [{name: a, path: p}]", "defaults has unknown keys path"),
         ("datasets: [{name: a}]", "has path ''"),
         ("datasets: [{path: a}]", "has name ''"),
-        ("datasets: [{name: a, path: p}, {name: a, path: q}]", "named a, a; each name may be used once"),
         (
             "datasets: [{name: a, path: p, min_eval_samples: 0}]",
             "min_eval_samples .* is 0: 0 is not a whole number of 1 or more",
@@ -104,7 +102,6 @@ def test_a_yaml_file_lists_or_maps_data_sets_at_its_root_or_under_eval(tmp_path,
         ("datasets: [{name: a, path: p, metadata_overrides: 1}]", "metadata_overrides of 'a' is 1"),
         ("datasets: [1]", "0 is 1; it must be a map"),
         ("datasets: 3", "datasets is 3; it must be a list or a map"),
-        ("datasets: [", "eval.yaml is not YAML: line 1:"),
     ],
 )
 def test_a_malformed_file_says_what_is_wrong(tmp_path, text, message):

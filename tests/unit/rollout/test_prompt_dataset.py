@@ -141,44 +141,6 @@ def test_placeholders_are_filled_with_the_items_of_the_row(write):
         read(write({"input": "x"}), multimodal_keys={"smell": "x"})
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([{"input": "a"}, "\n", '{"input": "b"\n'], r"data.jsonl line 3 is not JSON .*'\{\"input\": \"b\""),
-        ([{"input": "a"}, "[1]\n"], "line 2 is a JSON list; each line must be an object"),
-        (
-            [{"input": "a"}, {"text": "b", "answer": 1}],
-            "line 2 has no key 'input', which --input-key names; it has text, a",
-        ),
-        ([{"input": 5}], "line 1: the prompt is 5; it must be text or a list of chat messages"),
-        ([{"input": None}], "line 1: the prompt is None"),
-        ([{"input": ""}], "line 1: the prompt is ''"),
-        ([{"input": [{"content": "a"}]}], "line 1: message 0 of the prompt is .* it must have a role"),
-        (["\n"], "selects no row"),
-        ([], "selects no row"),
-    ],
-)
-def test_bad_lines_are_named_by_the_check_and_by_the_data_set(write, lines, message):
-    path = write(*lines)
-    with pytest.raises(DataError, match=message):
-        check_prompt_file(path, "input")
-    with pytest.raises(DataError, match=message):
-        read(path)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"input": "a", "metadata": "not json"}, "line 1: metadata is text but not JSON"),
-        ({"input": "a", "metadata": [1]}, r"line 1: metadata is \[1\]; it must be an object"),
-        ({"input": "a", "tools": {"x": 1}}, "line 1: tools are .*; they must be a list"),
-    ],
-)
-def test_bad_metadata_and_tools_are_named_by_their_line(write, row, message):
-    with pytest.raises(DataError, match=message):
-        read(write(row), tool_key="tools")
-
-
 def test_a_template_that_fails_is_named_by_the_line_it_failed_on(write):
     class Refusing(WordTokenizer):
         def apply_chat_template(self, messages, **kwargs):

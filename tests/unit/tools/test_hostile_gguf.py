@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 
 from slime.utils.errors import ConfigError
 from tests.unit.tools.test_convert_gguf import VOCAB, write_gguf
+from tests.unit.utils.test_files import deadline  # noqa: F401  a fixture
 from tools.convert_gguf_to_hf import check_is_supported, convert
 from tools.gguf_header import read_gguf_header
 
@@ -19,16 +18,6 @@ BIG = 1 << 60
 HEADER = 10_000
 """Bytes of the good file that are about as many as its header has."""
 TEXT, ARRAY, UINT32, UINT64 = 8, 9, 4, 10
-
-
-@pytest.fixture(autouse=True)
-def deadline() -> Iterator[None]:
-    """A read that has no end fails."""
-    before = signal.signal(signal.SIGALRM, lambda *unused: pytest.fail("it hangs"))
-    signal.alarm(30)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 def text(value: str | bytes, length: int | None = None) -> bytes:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from slime.flags.checkpoint import check_huggingface_folder, inspect_checkpoint
-from slime.rollout.prompts import check_prompt_file
 from slime.utils import env
-from slime.utils.errors import ConfigError, DataError, SlimeError
+from slime.utils.errors import ConfigError, SlimeError
 from slime.utils.sglang_meta import problem_with_answer
 from slime.weights.file_digests import FolderDigests
 from slime.weights.stored_tensors import read_layout
+from tests.unit.utils.test_files import deadline  # noqa: F401  a fixture
 
 DEEP, DIGITS = "[" * 100_000, "9" * 5000
 ODD = {
@@ -29,16 +27,6 @@ ODD = {
     "a large number": 10**30, "nested lists": [[[]]],
 }  # fmt: skip
 """In the place of a value of another type."""
-
-
-@pytest.fixture(autouse=True)
-def deadline() -> Iterator[None]:
-    """A case that hangs fails."""
-    before = signal.signal(signal.SIGALRM, lambda *unused: pytest.fail("it hangs"))
-    signal.alarm(30)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 def one_line(call: Callable[[], Any]) -> str:
@@ -74,8 +62,6 @@ FOLDERS = {
     "a tensor twice": ({"a.safetensors": header(f"{{{TWICE},{TWICE}}}")}, "twice"),
     "metadata that is a list": ({"a.safetensors": header('{"__metadata__":[1],' + TWICE + "}")}, "a.safetensors"),
     "digests nested": ({"digests.json": DEEP}, "digests.json is damaged"),
-    "a folder for weights": ({"a.safetensors": os.mkdir}, "a.safetensors is .*a folder"),
-    "a pipe for weights": ({"a.safetensors": os.mkfifo}, "a.safetensors is .*device"),
 }  # fmt: skip
 
 
@@ -109,48 +95,29 @@ def test_a_broken_model_folder_is_named_with_its_file(name, tmp_path):
     assert any(re.search(says, message) for message in told), told
 
 
-# ------------------------------------------------------------------------------------------ data, checkpoints
-
-
-DATA = {
-    "a tool that is a number": ({"tools": [1]}, "has the tool 1"),
-    "a tool without a name": ({"tools": [{"a": 1}]}, r"has the tool \{'a': 1\}"),
-    "a part whose text is a number": ({"input": [{"role": "user", "content": [{"text": 5}]}]}, "has the part"),
-    "calls that are a number": ({"input": [{"role": "assistant", "tool_calls": 5}]}, "has the tool_calls 5"),
-    "a grader that is a number": ({"metadata": {"rm_type": 5}}, "rm_type in its metadata is 5"),
-    "a grader that there is not": ({"metadata": {"rm_type": "mathh"}}, "is 'mathh'; it may be math, f1"),
-    "a role that is a number": ({"input": [{"role": 1, "content": "x"}]}, "the role 1"),
-    "a prompt of nothing to see": ({"input": "\u200b"}, "which is blank"),
-    "metadata nested in text": ({"metadata": DEEP}, "nested deeper"),
-}
-
-
-@pytest.mark.parametrize("name", DATA)
-def test_a_row_of_no_use_is_named_with_its_line(name, tmp_path):
-    row, says = DATA[name]
-    path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps({"input": "fine"}) + "\n" + json.dumps({"input": "q"} | row))
-    with pytest.raises(DataError, match=rf"d\.jsonl line 2.*{says}"):
-        check_prompt_file(str(path), "input", tool_key="tools", rm_types=("math", "f1"))
+# ------------------------------------------------------------------------------------------ checkpoints
 
 
 @pytest.mark.parametrize(
-    "text", [b"-1", b"1.5", b"1\0", b"1\n2", b"\xef\xbb\xbf1", b"9" * 40, b"", b"RELEASE", b"../1"]
+    "text",
+    [
+        b"-1",
+        b"1.5",
+        b"1\0",
+        b"1\n2",
+        b"\xef\xbb\xbf1",
+        b"9" * 40,
+        b"",
+        b"RELEASE",
+        b"../1",
+        b"latest",
+        "\u00b2".encode(),
+        b"\xff\xfe3",
+    ],
 )
 def test_a_tracker_that_names_no_iteration_is_shown(text, tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(text)
     assert "an iteration or the word release" in one_line(lambda: inspect_checkpoint(str(tmp_path), "--load"))
-
-
-# ------------------------------------------------------------------------------------------ engine answers
-
-
-def answer(**meta: Any) -> dict[str, Any]:
-    plain = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 5, None]], "completion_tokens": 1}
-    return {"text": "x", "meta_info": plain | meta}
-
-
-# ------------------------------------------------------------------------------------------ plug-ins
 
 
 # ------------------------------------------------------------------------------------------ environment
@@ -170,7 +137,12 @@ def test_a_secret_that_cannot_be_read_is_named_by_its_variable(monkeypatch, tmp_
             env.job_secret()
 
 
-# ------------------------------------------------------------------------------------------ values of other types
+# ------------------------------------------------------------------------------------------ engine answers
+
+
+def answer(**meta: Any) -> dict[str, Any]:
+    plain = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 5, None]], "completion_tokens": 1}
+    return {"text": "x", "meta_info": plain | meta}
 
 
 USUAL = (("completion_tokens", True), ("finish_reason", {"a": 1}))

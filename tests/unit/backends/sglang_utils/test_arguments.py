@@ -66,47 +66,18 @@ def test_defaults_of_the_router_and_of_slimes_own_flags(parser):
     assert (args.sglang_config, args.prefill_num_servers) == (None, None)
 
 
-def test_older_spellings_of_expert_parallelism_still_mean_it(parser):
-    args = parse(
-        parser,
-        "--rollout-num-gpus-per-engine 64 --sglang-enable-ep-moe --sglang-enable-deepep-moe --sglang-deepep-mode auto "
-        "--sglang-enable-dp-attention --sglang-dp-size 8",
-    )
-    assert (args.sglang_ep_size, args.sglang_moe_a2a_backend, args.sglang_deepep_mode) == (64, "deepep", "auto")
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--rollout-num-gpus-per-engine 4 --sglang-pp-size 3", "--sglang-pp-size 3"),
-        ("--sglang-dp-size 2", "--sglang-enable-dp-attention"),
         ("--sglang-dp-size 0", "--sglang-dp-size is 0"),
         ("--rollout-num-gpus-per-engine 0", "--rollout-num-gpus-per-engine is 0"),
-        ("--sglang-router-ip 1.2.3.4", "without --sglang-router-port"),
         ("--router-dp-aware", "--router-dp-aware makes the router list each"),
-        ("--prefill-num-servers 1 --sglang-config x.yaml", "--sglang-config x.yaml and --prefill-num-servers 1"),
         ("--prefill-num-servers 1 --rollout-external-engine-addrs a:1", "lays out the engines alone"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_flags(parser, line, message):
     with pytest.raises(ConfigError, match=message):
         check_sglang_arguments(parser.parse_args(line.split()))
-
-
-def test_long_names_and_short_names_agree(parser):
-    sizes = "--sglang-expert-parallel-size 4 --sglang-data-parallel-size 2"
-    args = parse(parser, f"--rollout-num-gpus-per-engine 4 {sizes} --sglang-enable-dp-attention")
-    assert (args.sglang_ep_size, args.sglang_expert_parallel_size) == (4, 4)
-    assert (args.sglang_dp_size, args.sglang_data_parallel_size) == (2, 2)
-
-
-def test_nsa_spellings_are_dsa(parser):
-    args = parse(
-        parser,
-        "--sglang-nsa-decode-backend flashmla_kv --sglang-nsa-prefill-backend flashmla_sparse "
-        "--sglang-attention-backend nsa",
-    )
-    assert (args.sglang_dsa_decode_backend, args.sglang_dsa_prefill_backend) == ("flashmla_kv", "flashmla_sparse")
 
 
 def test_ipv6_routers_are_bracketed(parser):

@@ -16,16 +16,6 @@ MODEL = (
 )
 
 
-def test_the_layer_pattern_of_the_seeds_is_a_list_of_dense_and_expert_layers() -> None:
-    assert parse(*MODEL, "--moe-layer-freq", "[0]*3+[1]*75").moe_layer_freq == [0] * 3 + [1] * 75
-
-
-@pytest.mark.parametrize("text", ["__import__('os').getcwd()", "[0]*3 if True else 1", "[1]*10**9", "open('x')"])
-def test_a_layer_pattern_executes_nothing(text: str) -> None:
-    with pytest.raises(SystemExit):
-        parse(*MODEL, "--moe-layer-freq", text)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
