@@ -7,6 +7,7 @@ such folder or file is here.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -37,11 +38,12 @@ def derive_hub_names(args: Namespace) -> None:
 
 
 def data_file(path: str, flag: str) -> str:
-    """Return the file of a data set of the hub, ``NAME[/CONFIG][@SPLIT][@[a:b]]``; any other path as it is.
+    """Return the file of a data set of the hub, ``NAME[/CONFIG][@SPLIT][@[a:b]]``; any other path without ``~``.
 
     Raises:
         DataError: neither the cache nor the hub has it, or it has several configs and none is named.
     """
+    path = os.path.expanduser(path)
     match = _DATA.fullmatch(path)
     if match is None or Path(path).exists() or path.partition("@")[0].endswith(_FILES):
         return path

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -144,10 +145,13 @@ def text(value: str) -> str:
 
 
 def file_path(value: str) -> str:
-    """Return the name of a file or folder, or an import path; an empty one is a shell variable that is unset."""
+    """Return the name of a file or folder, or an import path; an empty one is a shell variable that is unset.
+
+    A ``~`` at its beginning is the home folder: in a YAML file and behind ``=`` no shell has put that in its place.
+    """
     if not value.strip():
         raise argparse.ArgumentTypeError(f"{value!r} is empty; is a shell variable unset? Give a path, or no flag")
-    return text(value)
+    return os.path.expanduser(text(value))
 
 
 def http_url(value: str) -> str:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from slime.flags.first_look import MATTER, first_look
+from slime.flags.parse import parse_args
 from slime.flags.table import read_table
 from slime.flags.words import NO_BATCH, NO_LENGTH, NO_MODEL, PEERS_FLAGS
 from tests.contracts.source_tree import REPO
@@ -139,3 +140,11 @@ def test_help_shows_the_flags_that_matter_one_group_or_all(capsys):
     everything = help_of(capsys, "--help", "all")
     assert [name for name in flags if name not in everything] == []
     assert "No group of flags is called 'gpus'" in help_of(capsys, "-h", "gpus")
+
+
+def test_the_home_folder_may_be_named_where_no_shell_sees_it(command, prompt_file, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = tmp_path / "run.yaml"
+    run.write_text(f"save: ~/run\nsave-interval: 1\neval-prompt-data: [one, ~/{prompt_file.name}]\neval-interval: 1\n")
+    args = parse_args(argv=first_look([str(run), *command]))
+    assert (args.save, args.eval_datasets[0].path) == (f"{tmp_path}/run", str(prompt_file))
