@@ -192,7 +192,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--eval-max-context-len",
         type=positive_int,
-        help="Most tokens of an evaluation prompt and its response. Default: --rollout-max-context-len.",
+        help="The same of an evaluation prompt and its response. Default: --rollout-max-context-len.",
     )
 
 

@@ -59,7 +59,8 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rollout-max-context-len",
         type=positive_int,
-        help="Most tokens of prompt and response together; the default prompt limit is one less.",
+        help="Most tokens of prompt and response together, in turns and in custom functions. The built-in generate "
+        "function limits its prompts alone, by default to one token less.",
     )
     group.add_argument("--rollout-max-prompt-len", type=positive_int, help="Leave out prompts with more tokens.")
     group.add_argument("--rollout-max-response-len", type=positive_int, help="Most tokens of a response.")
