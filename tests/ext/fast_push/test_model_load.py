@@ -87,51 +87,34 @@ def test_a_model_that_loads_otherwise_with_real_tensors_is_believed():
 
 
 class Deriving(torch.nn.Module):
-    """Derives a weight at the end of every load, and has no method for that alone."""
+    """Derives from a weight at the end of every load, and has no method for that alone."""
 
-    def __init__(self):
+    def __init__(self, derived, derive):
         super().__init__()
-        self.a, self.b = parameter(3, 4), parameter(4)
-        self.turned = torch.zeros(4, 3)
+        self.a, self.b, self.derived, self.derive = parameter(3, 4), parameter(4), derived, derive
 
     def load_weights(self, weights):
         for name, tensor in weights:
             self.get_parameter(name).data.copy_(tensor)
-        self.turned.copy_(self.a.data.t() * 2)
+        self.derive(self.derived.data, self.a.data)
 
 
-def test_what_only_the_loader_derives_follows_every_push():
-    model = Deriving()
+@pytest.mark.parametrize(
+    ("make", "derive", "expected"),
+    [
+        (lambda: torch.zeros(4, 3), lambda to, a: to.copy_(a.t() * 2), lambda a: a.t() * 2),
+        (lambda: parameter(3, 4), lambda to, a: to.copy_(a), lambda a: a),
+        (lambda: torch.zeros(3, 4), lambda to, a: to.copy_(a), lambda a: a),
+    ],
+    ids=["computed", "a second parameter", "memory beside the parameters"],
+)
+def test_what_only_the_loader_derives_follows_every_push(make, derive, expected):
+    model = Deriving(make(), derive)
     load = ModelLoad(model)
     for factor in (1, 2, 3):
         tensors = {"a": torch.rand(3, 4) * factor, "b": torch.rand(4)}
         assert push(load, whole_buckets(tensors, 2), tensors) == []
-        assert torch.equal(model.turned, tensors["a"].t() * 2)
-    assert load.plan is not None and load.plan.stock.keys() == {"a"}
-
-
-class Repeating(torch.nn.Module):
-    """Copies a weight to a second place at the end of every load: to a parameter, or to memory beside them."""
-
-    def __init__(self, *, is_parameter):
-        super().__init__()
-        self.a, self.b = parameter(3, 4), parameter(4)
-        self.again = parameter(3, 4) if is_parameter else torch.zeros(3, 4)
-
-    def load_weights(self, weights):
-        for name, tensor in weights:
-            self.get_parameter(name).data.copy_(tensor)
-        self.again.data.copy_(self.a.data)
-
-
-@pytest.mark.parametrize("is_parameter", [True, False])
-def test_a_weight_that_the_loader_copies_to_a_second_place_follows_every_push_there(is_parameter):
-    model = Repeating(is_parameter=is_parameter)
-    load = ModelLoad(model)
-    for factor in (1, 2, 3):
-        tensors = {"a": torch.rand(3, 4) * factor, "b": torch.rand(4)}
-        assert push(load, whole_buckets(tensors, 2), tensors) == []
-        assert torch.equal(model.again.data, tensors["a"])
+        assert torch.equal(model.derived.data, expected(tensors["a"])) and torch.equal(model.b, tensors["b"])
     assert load.plan is not None and load.plan.stock.keys() == {"a"}
 
 

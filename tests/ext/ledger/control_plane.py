@@ -452,17 +452,6 @@ async def attaches_a_lock(args: Namespace, sample: Sample, sampling_params: dict
     return await generate(args, sample, sampling_params)
 
 
-async def fans_out(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """Two samples from one execution."""
-    from slime.rollout.sglang_rollout import generate
-
-    first = await generate(args, sample, sampling_params)
-    first.rollout_id = first.index
-    second = Sample.from_dict(first.to_dict())
-    second.response += "!"
-    return [first, second]
-
-
 def counts_visits(args: Namespace, sample: Sample) -> None:
     """A sample hook that leaves a trace in the response: it must leave it once."""
     if sample.status is not Sample.Status.ABORTED:

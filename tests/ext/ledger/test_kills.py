@@ -13,6 +13,7 @@ from slime.ext.ledger.frames import read_folder
 from slime.ext.ledger.records import ReplayState
 from tests.ext.ledger import control_plane
 from tests.ext.ledger.control_plane import World, make_world, run_to_the_end
+from tests.unit.rollout import fake_cluster
 from tools.ledger import Balance
 
 NUM_GROUPS = 14
@@ -52,7 +53,7 @@ def trained_groups(world: World) -> Counter[int]:
         (3, {"save_interval": 100}),
         (3, {"flags": {"group_rm": True}, "save_interval": 2}),
         (3, {"flags": {"custom_generate_function_path": f"{HERE}.attaches_a_lock"}}),
-        (3, {"flags": {"custom_generate_function_path": f"{HERE}.fans_out"}, "save_interval": 2}),
+        (3, {"flags": {"custom_generate_function_path": f"{fake_cluster.__name__}.fan_out"}, "save_interval": 2}),
         (3, {"flags": {"rollout_sample_hook_path": [f"{HERE}.counts_visits"]}, "save_interval": 2}),
         (8, {"is_ahead": True}),
         (3, {"is_ahead": True, "save_interval": 3}),

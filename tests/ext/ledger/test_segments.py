@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -67,27 +66,6 @@ def test_a_tail_cut_at_any_byte_loses_only_the_record_that_it_cuts(tmp_path):
         assert [record.head["number"] for record in read_folder(tmp_path)] == [1]
     path.write_bytes(whole)
     assert [record.head["number"] for record in read_folder(tmp_path)] == [1, 2]
-
-
-def test_a_full_disk_is_waited_for_and_nothing_is_written_twice(tmp_path, monkeypatch, caplog):
-    writer = open_writer(tmp_path, is_threaded=False)
-    monkeypatch.setattr(segments_module, "RETRY_INTERVAL_S", 0.01)
-    failures = iter([True, True, False])
-    write = os.write
-
-    def sometimes_full(descriptor: int, data: Any) -> int:
-        if next(failures, False):
-            write(descriptor, bytes(data)[:30])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(descriptor, data)
-
-    monkeypatch.setattr(segments_module.os, "write", sometimes_full)
-    writer.put(1)
-    writer.flush()
-    writer.put(2)
-    writer.close()
-    assert numbers(tmp_path) == [1, 2]
-    assert "retrying" in caplog.text
 
 
 def test_a_disk_that_stays_full_ends_the_job_with_the_flags_that_help(tmp_path, monkeypatch):

@@ -149,14 +149,12 @@ def test_a_disk_that_is_too_small_is_refused_with_both_sizes(tmp_path, source, m
     [
         (lambda f: (f / "config.json").unlink(), ConfigError, "config.json does not exist"),
         (lambda f: (f / "config.json").write_text("{"), DataError, "config.json is not JSON"),
-        (lambda f: (f / "config.json").write_text("[]"), DataError, "holds a list, not an object"),
         (
             lambda f: (f / "model-00002-of-00004.safetensors").unlink(),
             DataError,
             r"1 of 4 shards that .* model-00002-of-00004\.safetensors; finish the download",
         ),
         (lambda f: forget_in_index(f, "model-00004-of-00004"), DataError, "leaves out model-00004-of-00004"),
-        (lambda f: (f / INDEX).write_text("{}"), DataError, "has no weight_map"),
         (
             lambda f: rename_in_index(f, "model.norm.weight", "model.lost.weight"),
             DataError,
@@ -167,8 +165,6 @@ def test_a_disk_that_is_too_small_is_refused_with_both_sizes(tmp_path, source, m
             DataError,
             "its header says .*; copy it again",
         ),
-        (lambda f: cut(f / "model-00003-of-00004.safetensors", 100), DataError, "its header claims"),
-        (lambda f: scribble(f / "model-00003-of-00004.safetensors"), DataError, "no whole safetensors file"),
     ],
 )
 def test_a_damaged_source_is_refused_before_anything_is_written(tmp_path, source, damage, error, message):
@@ -192,11 +188,6 @@ def forget_in_index(folder, file):
 
 def cut(path, size):
     path.write_bytes(path.read_bytes()[:size])
-
-
-def scribble(path):
-    content = path.read_bytes()
-    path.write_bytes(content[:8] + b"?" * 8 + content[16:])
 
 
 def test_other_programs_read_the_files(tmp_path):

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from slime.rollout.rm_hub import async_rm, extract_boxed_answer, grade_answer_verl
+from slime.rollout.rm_hub import extract_boxed_answer, grade_answer_verl
 
 
 def grade(args, sample):
@@ -28,13 +28,6 @@ async def group_rm(args, samples, **kwargs):
     if right:
         scores[min(right, key=lambda i: samples[i].response_length)] += 0.5
     return scores
-
-
-async def length_or_stock(args, sample, **kwargs):
-    """Falls back on a stock reward of the hub."""
-    if sample.response_length == 0:
-        return 0.0
-    return await async_rm(args, sample, **kwargs)
 
 
 def post_process(args, samples):

@@ -26,9 +26,6 @@ PARTS = {
     "tower_in_step",
 }
 """Modules that programs import."""
-OF_TRAINING = {"first_push", "plan_memory", "record_overhead", "rollout_client", "step_phases", "train_mfu"}
-OF_TRAINING |= {"weight_push_engine", "weight_push_ways"}
-"""Programs with flags of train.py: each has a test below."""
 
 
 @pytest.fixture(autouse=True)

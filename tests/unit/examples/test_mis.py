@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 REPO = Path(__file__).resolve().parents[3]
@@ -63,31 +62,3 @@ def test_weights_multiply_the_loss_and_rejection_leaves_denominators_alone():
     assert metrics["entropy_loss"] > 0
     value, metrics = mis_run(use_rs=True, rs_level="sequence", rs_lower_bound=0.5, rs_upper_bound=2.0)
     assert value == pytest.approx(-1.0, rel=1e-4)
-
-
-def columns() -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(5)
-    responses, prompts = [7, 1, 12, 3], [2, 5, 4, 1]
-    noise = [0.3 * torch.randn(n, generator=generator) for n in responses]
-    rollout = [-torch.rand(n, generator=generator) for n in responses]
-    masks = [(torch.rand(n, generator=generator) > 0.3).int() for n in responses]
-    return {
-        "train_log_probs": [a + b for a, b in zip(rollout, noise, strict=True)],
-        "rollout_log_probs": rollout,
-        "loss_masks": masks,
-        "total_lengths": [r + p for r, p in zip(responses, prompts, strict=True)],
-        "response_lengths": responses,
-    }
-
-
-SETTINGS = [
-    {"tis_level": "token", "tis_mode": "clip", "tis_batch_normalize": True},
-    {"tis_level": "sequence", "tis_mode": "mask", "tis_batch_normalize": True, "rs_level": "sequence", "use_rs": True},
-    {
-        "tis_level": "geometric",
-        "rs_level": "geometric",
-        "use_rs": True,
-        "rs_upper_bound": 1.1,
-        "rs_veto_threshold": 0.6,
-    },
-]

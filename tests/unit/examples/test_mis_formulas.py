@@ -10,7 +10,6 @@ import torch
 from examples.train_infer_mismatch_helper.formulas import (
     MisConfig,
     mismatch_importance_sampling,
-    ratio_at,
 )
 from slime.utils.errors import ConfigError
 
@@ -29,41 +28,6 @@ def run(log_ratios, masks=None, **settings):
         [row.tolist() for row in new_masks],
         {name: [row.tolist() for row in values] for name, values in metrics.items()},
     )
-
-
-@pytest.mark.parametrize(
-    ("level", "expected"),
-    [("token", [2.0, 4.0, 1.0]), ("sequence", [8.0] * 3), ("geometric", [8 ** (1 / 2)] * 3)],
-)
-def test_ratios_of_a_token_of_a_sequence_and_of_its_geometric_mean(level, expected):
-    # The last token is not trained: it comes with a difference of 0 and does not count in the mean.
-    ratio = ratio_at(torch.tensor([LOG2, LOG4, 0.0]), torch.tensor([True, True, False]), level)
-    assert ratio.tolist() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("mode", "weights", "masks"),
-    [
-        ("truncate", [0.25, 1.0, 2.0], [1, 1, 1]),
-        ("clip", [0.5, 1.0, 2.0], [1, 1, 1]),
-        ("mask", [0.25, 1.0, 4.0], [0, 1, 0]),
-    ],
-)
-def test_modes_bound_or_reject(mode, weights, masks):
-    found = run([[-LOG4, 0.0, LOG4]], tis_mode=mode, tis_lower_bound=0.5, tis_upper_bound=2.0)
-    assert found[0] == [pytest.approx(weights)]
-    assert found[1] == [masks]
-    assert found[2]["tis_weight_before_bound"] == [pytest.approx([0.25, 1.0, 4.0])]
-
-
-def test_rejection_by_token_takes_the_token_and_by_sequence_all_of_it():
-    rows = [[LOG4, 0.0], [0.0, 0.0]]
-    bounds = {"use_tis": False, "use_rs": True, "rs_lower_bound": 0.5, "rs_upper_bound": 2.0}
-    assert run(rows, rs_level="token", **bounds)[1] == [[0, 1], [1, 1]]
-    weights, masks, metrics = run(rows, rs_level="sequence", **bounds)
-    assert (weights, masks) == (None, [[0, 0], [1, 1]])
-    assert metrics["rs_mask_fraction_high"] == [[1.0, 1.0], [0.0, 0.0]]
-    assert run(rows, rs_level="geometric", **bounds)[1] == [[1, 1], [1, 1]], "the geometric mean is exactly 2"
 
 
 def test_one_catastrophic_token_vetoes_its_sequence_unless_it_is_not_trained():

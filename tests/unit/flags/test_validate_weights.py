@@ -5,12 +5,6 @@ from __future__ import annotations
 import pytest
 
 from slime.flags.parse import slime_validate_args
-from slime.utils.errors import ConfigError
-
-
-def test_engines_that_take_no_push_cannot_be_started_again_without_fault_tolerance(make_args):
-    with pytest.raises(ConfigError, match="refill has no effect without --use-fault-tolerance"):
-        slime_validate_args(make_args("--weight-push-failure", "refill"))
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,8 @@ from slime.utils.http_utils import close_http_client, init_http_client
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Request, Script
 from tests.scripted_engine.server import ScriptedEngine
-from tests.unit.rollout import fake_cluster
 from tests.unit.rollout.fake_cluster import FakeTokenizer, make_args, write_prompts
 
-HOOKS = fake_cluster.__name__
 TEST_TIMEOUT_S = 60.0
 
 
@@ -287,9 +285,6 @@ def test_a_rollout_that_takes_too_long_says_which_engine_holds_requests(start_jo
     with pytest.raises(DeadlineError, match=r"0 of 2 are done.*--rollout-timeout-s") as caught:
         job.generate(0)
     assert job.engine.url in str(caught.value)
-
-
-NOTED: list[list[int]] = []
 
 
 def test_an_execution_may_fan_out_and_begins_again_after_a_push(start_job):

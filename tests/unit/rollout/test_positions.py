@@ -1,7 +1,6 @@
 """A data position is that of one data set in one order, and its file is read whole and without running code."""
 
 import datetime
-import enum
 import json
 import os
 import pickle
@@ -273,10 +272,6 @@ def test_a_plain_value_comes_back_as_it_was_without_a_pickle(name):
         assert back.dtype == value.dtype and back.shape == value.shape and (back == value).all()
     else:
         assert back == value and repr(back) == repr(value)
-
-
-class Answer(enum.StrEnum):
-    YES = "yes"
 
 
 def test_objects_are_left_out_alone_and_named_with_a_remedy(tmp_path, caplog):

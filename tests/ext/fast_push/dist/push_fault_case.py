@@ -38,7 +38,6 @@ SHAPES = {
 }
 BUCKETS = (("a.weight", "b.weight"), ("c.bias", "d.weight"), ("e.weight",), ("f.weight",))
 """The first two are those of the first rank or pipeline stage, the others those of the second."""
-NUM_OWN = 2
 
 
 def values(version: int) -> dict[str, Tensor]:

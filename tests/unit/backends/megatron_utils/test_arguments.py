@@ -295,7 +295,6 @@ def test_the_dense_size_of_a_model_of_experts_alone_is_not_compared(tmp_path: Pa
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "mamba"}, "'mamba'; weights can be converted for .*qwen3"),
         ({**QWEN3, "quantization_config": {"quant_method": "gptq"}}, "is quantized .gptq."),
         (
             {**QWEN3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},

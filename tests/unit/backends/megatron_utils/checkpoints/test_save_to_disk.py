@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from slime.backends.megatron_utils.checkpoints.checkpoint_writer import Backgrou
 from slime.backends.megatron_utils.model import build_model
 from slime.utils.errors import DataError
 from tests.unit.backends.megatron_utils.megatron_case import hf_flags, parse, start_single_process, write_hf_model
+from tests.unit.rollout.test_disk_full import full_disk
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +102,6 @@ def test_a_checkpoint_that_counts_survives_the_loss_of_all_that_was_not_synced(
         assert (left / folder.name / path.name).read_bytes() == path.read_bytes(), path
     again = build_model(args, wrap_with_ddp=False)
     assert load_checkpoint(Namespace(**{**vars(args), "load": str(left)}), again) == 5
-
-
-@contextmanager
-def full_disk(room_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond ``room_bytes``; Python ignores the signal, so that writes fail."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -215,11 +215,6 @@ def test_a_value_that_cannot_be_is_refused_with_its_file(tmp_path: Path, change:
             parse(*flags, "--hf-checkpoint", write_folder(tmp_path, config))
 
 
-def test_an_empty_config_json_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="config.json has no model_type"):
-        parse(*DENSE, "--hf-checkpoint", write_folder(tmp_path, {}))
-
-
 def test_the_record_of_a_run_is_no_model_to_start_from(tmp_path: Path) -> None:
     """A run's folder has a config.json as well: of the job."""
     model, run = tmp_path / "model", tmp_path / "run"

@@ -10,7 +10,6 @@ from slime.backends.megatron_utils.layers import attention
 from slime.backends.megatron_utils.layers.attention import zigzag_attention
 from slime.train_data.context_parallel import CPRank
 
-DENSE = "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --kv-channels 4 --vocab-size 8".split()
 SINKS = torch.tensor([-2.0, 0.0, 1.5, 4.0])
 
 

@@ -18,21 +18,7 @@ from slime.utils import env
 from slime.utils.distributed_utils import NCCL_ERROR_HANDLING
 from slime.utils.errors import EngineError
 from slime.weights.push.participants import Participants, PushClock
-
-
-@dataclass
-class Answer:
-    value: Any = None
-    delay_s: float = 0.0
-
-    def wait(self, timeout_s: float) -> Any:
-        if self.delay_s > timeout_s:
-            time.sleep(timeout_s)
-            raise EngineError(f"no answer within {timeout_s:.2f} s")
-        time.sleep(self.delay_s)
-        if isinstance(self.value, BaseException):
-            raise self.value
-        return self.value
+from tests.unit.weights.push.test_participants import Answer
 
 
 @dataclass
