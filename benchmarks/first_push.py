@@ -23,6 +23,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +96,18 @@ class Meter:
 def sent_weights(args: Namespace, model: torch.nn.Module, options: argparse.Namespace) -> Any:
     """Return what a push in blockwise FP8 sends."""
     from slime.backends.megatron_utils.models import find_weight_map
-    from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
-    from slime.backends.megatron_utils.update_weight.gather import hf_headers
+    from slime.backends.megatron_utils.update_weight.transport import SentWeights
+    from slime.ext.fast_push.gathered_buckets import hf_headers
     from slime.weights.quantize import Quantizer
     from slime.weights.quantize.formats import BlockFp8, is_quantized_offline
 
-    (headers,) = hf_headers(args, [model], model_name="qwen3_moe", dtype=torch.bfloat16)
+    weights = SentWeights(
+        args=args, model=[model], model_name="qwen3_moe", dtype=torch.bfloat16, bucket_bytes=options.bucket_mib << 20
+    )
+    (headers,) = hf_headers(weights)
     plain = find_weight_map("qwen3_moe").plain
     names = [name for name, shape, _ in headers if is_quantized_offline(name, shape, plain)]
-    return SentWeights(
-        args=args, model=[model], model_name="qwen3_moe", dtype=torch.bfloat16,
-        quantizer=Quantizer(BlockFp8(BLOCK), names), bucket_bytes=options.bucket_mib << 20,
-    )  # fmt: skip
+    return replace(weights, quantizer=Quantizer(BlockFp8(BLOCK), names))
 
 
 def make_source(weights: Any, meter: Meter) -> Any:

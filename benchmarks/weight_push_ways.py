@@ -32,6 +32,7 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +48,8 @@ from slime.ray.parts import load_all  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
 
 if TYPE_CHECKING:
-    from slime.weights.buckets import BucketSource
     from slime.weights.manifest import Manifest
+    from slime.weights.push.carrier import BucketSource
 
 BLOCK = (128, 128)
 PAIRS = (("gathered", "own"), ("gathered", "traced"), ("shards", "own"), ("shards", "traced"))
@@ -285,20 +286,15 @@ def run_format(
     """All pairs for one format of the engine."""
     from slime.backends.megatron_utils.memory import clear_memory
     from slime.backends.megatron_utils.models import find_weight_map
-    from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
-    from slime.backends.megatron_utils.update_weight.gather import hf_headers
+    from slime.backends.megatron_utils.update_weight.transport import SentWeights
+    from slime.ext.fast_push.gathered_buckets import GatheredBuckets, hf_headers
     from slime.ext.fast_push.shard_buckets import ShardBuckets
     from slime.weights.quantize import Quantizer
     from slime.weights.quantize.formats import BlockFp8, is_quantized_offline
 
     name = str(CONFIGS[options.model]["model_type"])
     device = torch.device(options.device)
-    quantizer = host = None
-    if kind == "fp8":
-        (headers,) = hf_headers(args, [trained], model_name=name, dtype=torch.bfloat16)
-        plain = find_weight_map(name).plain
-        names = [n for n, shape, _ in headers if is_quantized_offline(n, shape, plain)]
-        quantizer = Quantizer(BlockFp8(BLOCK), names)
+    host = None
     if options.host:
         host = {f"0.{n}": p.detach().to("cpu").pin_memory() for n, p in trained.named_parameters()}
     weights = SentWeights(
@@ -307,9 +303,13 @@ def run_format(
         get_host_weights=lambda: host,
         model_name=name,
         dtype=torch.bfloat16,
-        quantizer=quantizer,
         bucket_bytes=options.bucket_mib << 20,
     )
+    if kind == "fp8":
+        (headers,) = hf_headers(weights)
+        plain = find_weight_map(name).plain
+        names = [n for n, shape, _ in headers if is_quantized_offline(n, shape, plain)]
+        weights = replace(weights, quantizer=Quantizer(BlockFp8(BLOCK), names))
     sources: dict[str, Callable[[], BucketSource]] = {
         "gathered": lambda: GatheredBuckets(weights, across_stages=True),
         "shards": lambda: ShardBuckets(weights),

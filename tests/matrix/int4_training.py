@@ -14,7 +14,6 @@ from torch import Tensor
 
 from slime.ext.low_precision.folders.run import rewrite_folder
 from slime.ext.low_precision.folders.to_quantized import to_int4
-from slime.weights.push.wire import named_views
 from slime.weights.quantize.group_int import dequantize_group, unpack
 from tests.matrix.case import FamilyCase, load_cases, read_config, read_tensors, write_tensors
 from tests.matrix.parity import FamilyRun
@@ -63,7 +62,8 @@ class Int4Run(FamilyRun):
     def _push(self) -> dict[str, Tensor]:
         """The tensors of a push in fp32 to engines that were started from the int4 folder."""
         from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
-        from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
+        from slime.backends.megatron_utils.update_weight.plain_push import iter_buckets
+        from slime.backends.megatron_utils.update_weight.transport import SentWeights
 
         config = read_config(self.engine_folder)
         quantizer = checkpoint_quantizer(self.engine_folder, config["quantization_config"], dtype=torch.float32)
@@ -72,12 +72,8 @@ class Int4Run(FamilyRun):
                 args=args, model=model, model_name=config["model_type"], dtype=torch.float32, quantizer=quantizer,
                 bucket_bytes=1 << 20,
             )  # fmt: skip
-            source = GatheredBuckets(weights, across_stages=True)
-            return {
-                name: tensor.clone()
-                for index, flat in source.iter_buckets()
-                for name, tensor in named_views(flat, source.manifest.buckets[index], source.manifest)
-            }
+            with torch.no_grad():
+                return {name: tensor.clone() for bucket in iter_buckets(weights) for name, tensor in bucket}
 
     def _served(self) -> dict[str, Tensor]:
         """What an engine in fp32 multiplies by."""

@@ -25,9 +25,8 @@ from slime.ext.fast_push.engine_verbs import receive_weight_bucket
 from slime.ext.fast_push.verified_push import VerifiedPush
 from slime.flags.checkpoint import version_before
 from slime.utils.errors import DataError
-from slime.weights.buckets import NO_BUCKET
 from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
-from slime.weights.push.carrier import CarriedPush, Carrier
+from slime.weights.push.carrier import NO_BUCKET, CarriedPush, Carrier
 from slime.weights.push.participants import reason_of, start_all, wait_together
 from slime.weights.push.state import TrainerRanks
 from slime.weights.tensor_slice import TensorSlice

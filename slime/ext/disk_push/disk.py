@@ -41,10 +41,9 @@ from slime.ext.disk_push.versions import (
 )
 from slime.utils.errors import HookError, WeightSyncError
 from slime.utils.misc import load_function
-from slime.weights.buckets import NO_BUCKET
 from slime.weights.hf_files import copy_assets
 from slime.weights.manifest import BucketSlice, Manifest
-from slime.weights.push.carrier import Buckets, CarriedPush, Carrier
+from slime.weights.push.carrier import NO_BUCKET, Buckets, CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy, Pending
 from slime.weights.push.participants import PUSH_FAILURES
 from slime.weights.push.state import TrainerRanks

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from slime.ext.fast_push.load_trace import LoadTrace, Write, trace_load
+from slime.ext.fast_push.strided_copy import StridedCopy
 from slime.weights.manifest import TensorEntry
-from slime.weights.tensor_slice import StridedCopy
 
 _NUMBERED = re.compile(r"(.*?\.)(\d+)(\..+)")
 Layer = tuple[str, str]

@@ -21,9 +21,8 @@ from slime.ext.fast_push.channel import WeightChannel
 from slime.ext.fast_push.loaders import loader_of
 from slime.utils import net
 from slime.utils.errors import WeightSyncError
-from slime.weights.buckets import NO_BUCKET
 from slime.weights.manifest import Manifest
-from slime.weights.push.carrier import CarriedPush, Carrier
+from slime.weights.push.carrier import NO_BUCKET, CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import PUSH_FAILURES, Participants, reason_of, start_all, wait_together
 from slime.weights.push.state import TrainerRanks

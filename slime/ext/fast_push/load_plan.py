@@ -22,16 +22,16 @@ from slime.backends.sglang_utils.loader_report import is_own_scale
 from slime.ext.fast_push.alike_layers import trace_by_layers
 from slime.ext.fast_push.kernels.tables import CopyItem
 from slime.ext.fast_push.load_trace import LoadTrace, Write
-from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
-from slime.weights.tensor_slice import (
+from slime.ext.fast_push.strided_copy import (
     NotRectangularError,
     StridedCopy,
     StridedSlice,
-    TensorSlice,
     clip,
     merged,
     slice_written,
 )
+from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
+from slime.weights.tensor_slice import TensorSlice
 
 logger = logging.getLogger(__name__)
 

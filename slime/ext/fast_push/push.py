@@ -20,16 +20,16 @@ import torch
 
 from slime.ext.fast_push import engine_verbs as verbs
 from slime.ext.fast_push.acknowledgements import check_acknowledgements
+from slime.ext.fast_push.gathered_buckets import named_views
 from slime.ext.fast_push.loaders import COMPARE, FILL_WITH_NAN, FIND_NAN, loader_of
 from slime.ext.fast_push.messages import encode
 from slime.utils.errors import ProcessError, WeightSyncError
-from slime.weights.buckets import NO_BUCKET, BucketSource
 from slime.weights.manifest import Manifest
-from slime.weights.push.carrier import Buckets, CarriedPush, Carrier
+from slime.weights.push.carrier import NO_BUCKET, Buckets, BucketSource, CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy, Pending
 from slime.weights.push.participants import PUSH_FAILURES, reason_of
 from slime.weights.push.state import Push, PushReport
-from slime.weights.push.wire import NOTHING, by_value, named_views
+from slime.weights.push.wire import NOTHING, by_value
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,13 @@ def push_weights(asked: Push, source: Buckets, carrier: Carrier, plain: BucketSo
     finally:
         carrier.finish(push, is_served=is_served)
     sent = [one for one in buckets.manifest.buckets if not (push.leaves_out_constants and one.is_constant)]
-    report = push.report(sent, num_attempts=push.num_attempts, engine_seconds=push.engine_seconds)
+    report = push.report(
+        num_tensors=len({part.name for bucket in sent for part in bucket.slices}),
+        num_buckets=len(sent),
+        num_bytes=sum(bucket.num_bytes for bucket in sent),
+        num_attempts=push.num_attempts,
+        engine_seconds=push.engine_seconds,
+    )
     if push.ranks.rank == 0:
         logger.info(
             "Pushed weight version %s to %d engines: %d tensors, %.1f MiB in %d buckets, %.2f s.%s%s",

@@ -26,8 +26,9 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
-from slime.backends.megatron_utils.update_weight.bucket_source import NO_BUCKET, GatheredBuckets, SentWeights
 from slime.backends.megatron_utils.update_weight.gather import HostWeights, is_gate_up, sent_dtype
+from slime.backends.megatron_utils.update_weight.transport import SentWeights
+from slime.ext.fast_push.gathered_buckets import GatheredBuckets
 from slime.ext.fast_push.kernels.tables import CastItem, CastTable, Kind
 from slime.ext.fast_push.shard_layout import (
     RowRuns,
@@ -45,6 +46,7 @@ from slime.ext.fast_push.shard_plan import (
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import SlimeError, WeightSyncError
 from slime.weights.manifest import ALIGNMENT, BucketEntry, BucketSlice, Manifest, align
+from slime.weights.push.carrier import NO_BUCKET
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, num_blocks
 from slime.weights.quantize.formats import BlockFp8
 
@@ -56,7 +58,7 @@ _RankSlices = tuple[int, list[tuple[str, SliceHeader]], dict[str, str], str | No
 
 
 class ShardBuckets:
-    """A source of buckets, as ``bucket_source.BucketSource`` describes them.  Made on all ranks at once.
+    """A source of buckets, as ``carrier.BucketSource`` describes them.  Made on all ranks at once.
 
     Args:
         weights: what to send; its ``bucket_bytes`` are the largest bucket of a rank, or with ``by_stage`` the most

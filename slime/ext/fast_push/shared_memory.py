@@ -19,9 +19,8 @@ from slime.ext.fast_push import engine_verbs as verbs
 from slime.ext.fast_push.distributed import WeightGroup
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import ConfigError
-from slime.weights.buckets import NO_BUCKET
 from slime.weights.manifest import Manifest
-from slime.weights.push.carrier import CarriedPush, Carrier
+from slime.weights.push.carrier import NO_BUCKET, CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import PUSH_FAILURES, reason_of
 from slime.weights.push.state import TrainerRanks

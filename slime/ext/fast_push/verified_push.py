@@ -18,23 +18,25 @@ from megatron.core import mpu
 
 from slime.backends.megatron_utils import memory
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.hf_to_megatron.tensors import left_out_tensors
+from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names
 from slime.backends.megatron_utils.model_transform import added_parameters
-from slime.backends.megatron_utils.models import find_weight_map
-from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
+from slime.backends.megatron_utils.models import WeightMap, find_weight_map
 from slime.backends.megatron_utils.update_weight.plain_push import PlainPush
-from slime.backends.megatron_utils.update_weight.transport import Transport
+from slime.backends.megatron_utils.update_weight.transport import SentWeights, Transport
 from slime.ext.fast_push.acknowledgements import DigestedBuckets
 from slime.ext.fast_push.distributed import DistributedCarrier
+from slime.ext.fast_push.gathered_buckets import GatheredBuckets
 from slime.ext.fast_push.loaders import loader_of
 from slime.ext.fast_push.push import push_weights
 from slime.ext.fast_push.shard_buckets import CollectedBuckets, ShardBuckets
 from slime.ext.fast_push.shared_memory import SharedMemoryCarrier
+from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import WeightSyncError
-from slime.weights.buckets import BucketSource
-from slime.weights.push.carrier import CarriedPush, Carrier
+from slime.weights.manifest import Manifest, TensorEntry
+from slime.weights.push.carrier import BucketSource, CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.state import Push, PushReport, TrainerRanks
+from slime.weights.stored_tensors import STORED_DTYPES, read_layout
 
 logger = logging.getLogger(__name__)
 
@@ -138,3 +140,18 @@ class VerifiedPush(Transport):
             return ShardBuckets(weights)
         group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return CollectedBuckets(ShardBuckets(weights, by_stage=True), group)
+
+
+def left_out_tensors(
+    folder: str, weight_map: WeightMap, shape: ModelDims, pushed: Manifest
+) -> tuple[TensorEntry, ...]:
+    """Return the tensors of a checkpoint that belong to parts that the trainer does not have, and so does not push."""
+    if not (weight_map.untrained or weight_map.spare or weight_map.mtp) or not stored_names(folder):
+        return ()
+    own = {entry.name for entry in pushed.tensors}
+    dtypes = {code: name for name, code in STORED_DTYPES.items()}
+    return tuple(
+        TensorEntry(name, tuple(stored.shape), dtypes[stored.dtype])
+        for name, stored in sorted(read_layout(folder).items())
+        if weight_map.is_left_out(name, shape) and name not in own
+    )

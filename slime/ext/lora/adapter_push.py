@@ -6,8 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from slime.backends.megatron_utils import sglang
-from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
-from slime.backends.megatron_utils.update_weight.transport import Transport
+from slime.backends.megatron_utils.update_weight.transport import SentWeights, Transport
 from slime.ext.lora.engine_adapters import as_engines_call, push_adapter
 from slime.ext.lora.peft_folder import peft_config
 from slime.ext.lora.state import adapter_table, peft_tensors

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -83,7 +83,7 @@ def push_adapter(
     with push.step("adapter"):
         push.on_main_rank(f"loading the adapter of version {push.version}", load)
     num_bytes = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
-    return replace(push.report(()), num_tensors=len(tensors), num_bytes=num_bytes)
+    return push.report(num_tensors=len(tensors), num_buckets=0, num_bytes=num_bytes)
 
 
 def named_parts(flat: Tensor, shapes: Shapes) -> dict[str, Tensor]:

@@ -17,20 +17,36 @@ from slime.weights.manifest import Manifest
 from slime.weights.push.engine import EngineProxy, Pending
 from slime.weights.push.state import Push, TrainerRanks
 
+NO_BUCKET = -1
+"""Index of a step in which a rank has nothing to send, and only takes part in the others' collectives."""
 
-class Buckets(Protocol):
-    """The buckets of one push, and what they were."""
+
+class BucketSource(Protocol):
+    """The buckets of one model and layout.  Made on all ranks at once, and used in step."""
 
     @property
     def manifest(self) -> Manifest:
-        """All tensors and buckets, the same on all ranks."""
+        """All tensors and buckets of the push, the same on all ranks; buckets are numbered over all senders."""
+
+    def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
+        """Yield this rank's buckets with the weights of now: ``(index in the manifest, flat uint8 buffer)``.
+
+        Without the constant ones where these are not wanted.
+
+        Collective over the ranks that send in one turn: all of them walk the iterator to its end, and it gives each of
+        them equally many steps.  A step in which a rank has nothing to send is ``(NO_BUCKET, empty buffer)``.  One
+        buffer is valid at a time: until the next step.  It starts at the first byte of its memory, and the same memory
+        again is mapped by engines only once.  The same bucket may come from several ranks (each engine GPU
+        then takes the one of the trainer rank beside it); its bytes are then the same on all of them.
+        """
+
+
+class Buckets(BucketSource, Protocol):
+    """The buckets of one push, and what they were."""
 
     @property
     def constant_digests(self) -> Mapping[int, int]:
         """Digests of the constant buckets that this rank has walked over; none where a push must send them."""
-
-    def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
-        """Yield this rank's buckets; see ``slime.weights.buckets.BucketSource``."""
 
     def digests(self) -> dict[int, int]:
         """Return the digest of each bucket that this rank has walked over since the last time, or left out."""

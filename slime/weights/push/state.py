@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.errors import DeadlineError, EngineDiedError, ProcessError, WeightSyncError
-from slime.weights.manifest import BucketEntry
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import PUSH_FAILURES, ExcludedEngine, Participants, reason_of
 
@@ -195,11 +194,10 @@ class Push:
         """Generate again."""
         self.participants.ask("continuing", lambda engine: engine.continue_generation())
 
-    def report(self, sent: Sequence[BucketEntry], **more: Any) -> PushReport:
-        """Return the report of a push that sent these buckets; ``more`` are other fields of it."""
+    def report(self, *, num_tensors: int, num_buckets: int, num_bytes: int, **more: Any) -> PushReport:
+        """Return the report of a push that has sent so much; ``more`` are other fields of it."""
         return PushReport(
-            int(self.version), len({part.name for bucket in sent for part in bucket.slices}), len(sent),
-            sum(bucket.num_bytes for bucket in sent), self.participants.clock.elapsed_s,
+            int(self.version), num_tensors, num_buckets, num_bytes, self.participants.clock.elapsed_s,
             num_engines=len(self.participants.good), excluded=self.participants.excluded, spans=tuple(self.spans),
             metrics=self.metrics, **more,
         )  # fmt: skip

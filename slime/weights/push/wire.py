@@ -1,4 +1,4 @@
-"""Payloads of ``/update_weights_from_tensor``: tensors by value, handles to flat buckets."""
+"""Payloads of ``/update_weights_from_tensor``: tensors by value, and handles to their memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from slime.utils.errors import WeightSyncError
-from slime.weights.manifest import BucketEntry, Manifest
-from slime.weights.named_tensors import NamedTensors
 
 FLATTENED_BUCKET = "flattened_bucket"
 """``load_format`` of stock SGLang for a bucket whose tensors lie in one flat buffer."""
@@ -59,22 +55,3 @@ def handle_of(content: Any) -> str:
     data = io.BytesIO()
     ForkingPickler(data).dump(content)
     return base64.b64encode(data.getvalue()).decode("ascii")
-
-
-def named_views(flat: Tensor, entry: BucketEntry, manifest: Manifest) -> NamedTensors:
-    """Return the tensors of a bucket, as views of its buffer.
-
-    Raises:
-        WeightSyncError: the bucket holds a slice of a tensor.
-    """
-    tensors: NamedTensors = []
-    for part in entry.slices:
-        whole = manifest.by_name[part.name]
-        if part.slice.sizes != whole.shape:
-            raise WeightSyncError(
-                f"a bucket holds {list(part.slice.sizes)} of {part.name}, whose shape is {list(whole.shape)}; "
-                "only our own loader takes slices"
-            )
-        data = flat[part.offset : part.offset + whole.num_bytes]
-        tensors.append((part.name, data.view(whole.torch_dtype).view(whole.shape)))
-    return tensors

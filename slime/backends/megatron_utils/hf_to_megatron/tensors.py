@@ -15,17 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from slime.backends.megatron_utils.models import WeightMap
-from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import DataError
 from slime.utils.files import read_model_config
 from slime.weights.file_digests import OVERLAP_BYTES, FolderDigests, check_header, check_tensor
-from slime.weights.manifest import Manifest, TensorEntry
 from slime.weights.quantize import read_format
 from slime.weights.quantize.formats import WeightFormat, logical_names, read_weight
 from slime.weights.quantize.mxfp4 import METHOD as MXFP4
 from slime.weights.stacked_experts import ExpertStacker, Stack, find_stacks, is_stack, place_of, row_of, tensors_in
-from slime.weights.stored_tensors import STORED_DTYPES, TORCH_DTYPES, read_layout
+from slime.weights.stored_tensors import TORCH_DTYPES, read_layout
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_OPEN_FILES = 2
@@ -75,21 +72,6 @@ def in_stored_dtype(
     name = row[0] if (row := row_of(name)) else name
     dtype = dtypes.get(name, tensor.dtype if "correction_bias" in name else default)
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-
-def left_out_tensors(
-    folder: str, weight_map: WeightMap, shape: ModelDims, pushed: Manifest
-) -> tuple[TensorEntry, ...]:
-    """Return the tensors of a checkpoint that belong to parts that the trainer does not have, and so does not push."""
-    if not (weight_map.untrained or weight_map.spare or weight_map.mtp) or not stored_names(folder):
-        return ()
-    own = {entry.name for entry in pushed.tensors}
-    dtypes = {code: name for name, code in STORED_DTYPES.items()}
-    return tuple(
-        TensorEntry(name, tuple(stored.shape), dtypes[stored.dtype])
-        for name, stored in sorted(read_layout(folder).items())
-        if weight_map.is_left_out(name, shape) and name not in own
-    )
 
 
 class MissingTensorError(DataError, KeyError):

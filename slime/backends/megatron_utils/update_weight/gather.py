@@ -1,8 +1,7 @@
 """Shards of a Megatron model, made whole again under their HF names, one tensor at a time.
 
 Every rank of the model must walk the iterators here to the end, in step: they gather over tensor, expert and (when
-asked) pipeline parallelism.  :func:`hf_headers` tells names, shapes and dtypes in the same order without moving a
-tensor.  Names are converted in ``megatron_to_hf``.
+asked) pipeline parallelism.  Names are converted in ``megatron_to_hf``.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_
 from slime.train_data.model_dims import ModelDims
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import WeightSyncError
-from slime.weights.named_tensors import Header
 from slime.weights.stacked_experts import join_rows
 
-StageHeaders = list[Header]
-"""HF name, whole shape and dtype of the tensors of one pipeline stage."""
 HostWeights = Mapping[str, Tensor]
 """Host copies by :attr:`Shard.key`, used instead of the live parameters while these are asleep."""
 
@@ -143,12 +139,12 @@ def _across_stages(
 
 
 def _across_experts(shard: Shard, full: Tensor, num_experts: int | None) -> Iterator[tuple[str, Tensor]]:
-    names = _names_on_all_ranks(shard, num_experts)
+    names = names_on_all_ranks(shard, num_experts)
     parts = [full] if len(names) == 1 else _all_gather(full, mpu.get_expert_model_parallel_group())
     return zip(names, parts, strict=True)
 
 
-def _names_on_all_ranks(shard: Shard, num_experts: int | None) -> list[str]:
+def names_on_all_ranks(shard: Shard, num_experts: int | None) -> list[str]:
     """Return the global names of what the expert-parallel ranks hold in the place of this shard."""
     if shard.expert_index is None or num_experts is None:
         return [shard.name]
@@ -173,10 +169,10 @@ def iter_hf_tensors(
         WeightSyncError: two parameters were given the same HF name.
     """
     tensors = iter_full_tensors(model, dtype=dtype, host_weights=host_weights, across_stages=across_stages, only=only)
-    return _in_hf_names(str(vars(args).get("hf_checkpoint") or ""), model_name, model_dims(args), tensors)
+    return in_hf_names(str(vars(args).get("hf_checkpoint") or ""), model_name, model_dims(args), tensors)
 
 
-def _in_hf_names(
+def in_hf_names(
     hf_checkpoint: str, model_name: str, dims: ModelDims, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Convert whole tensors one by one, and join those of experts that travel together; refuse two of one name."""
@@ -194,49 +190,3 @@ def _in_hf_names(
                 yield hf_name, tensor
 
     return join_rows(converted(), dims.num_experts)
-
-
-def hf_headers(
-    args: Namespace,
-    model: Sequence[torch.nn.Module],
-    *,
-    model_name: str,
-    dtype: torch.dtype | None,
-    only: Container[str] | None = None,
-) -> list[StageHeaders]:
-    """Return the headers of every pipeline stage, the same on all ranks.  Collective over the pipeline.
-
-    A tensor that several stages hold (a tied embedding) is listed by the first of them.  Arguments are those of
-    :func:`iter_hf_tensors`.
-
-    Raises:
-        WeightSyncError: two parameters of a stage convert to the same HF name.
-    """
-    own = list(_megatron_headers(model, dtype, only))
-    is_piped = mpu.get_pipeline_model_parallel_world_size() > 1
-    stages = gather_objects(own, mpu.get_pipeline_model_parallel_group()) if is_piped else [own]
-    result: list[StageHeaders] = []
-    sent: set[str] = set()
-    hf_checkpoint, dims = str(vars(args).get("hf_checkpoint") or ""), model_dims(args)
-    for listed in stages:
-        new = [header for header in listed if header[0] not in sent]
-        sent |= {name for name, _, _ in new}
-        shapes = ((name, torch.empty(shape, dtype=kind, device="meta")) for name, shape, kind in new)
-        converted = _in_hf_names(hf_checkpoint, model_name, dims, shapes)
-        result.append([(hf_name, tuple(tensor.shape), tensor.dtype) for hf_name, tensor in converted])
-    return result
-
-
-def _megatron_headers(
-    model: Sequence[torch.nn.Module], dtype: torch.dtype | None, only: Container[str] | None
-) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Return global name, whole shape and dtype of this stage's parameters, those of all expert ranks included."""
-    num_experts = unwrap_model(model[0]).config.num_moe_experts
-    seen: set[str] = set()
-    for shard in iter_shards(model):
-        if only is not None and shard.name not in only:
-            continue
-        for name in _names_on_all_ranks(shard, num_experts):
-            if name not in seen:  # chunks may share a parameter: the first one's counts
-                seen.add(name)
-                yield name, tuple(whole_shape(shard)), sent_dtype(shard, dtype)

@@ -2,9 +2,8 @@
 
     pause -> every bucket: gather, rename, quantize, send -> same version everywhere -> continue
 
-Read on in ``bucket_source`` (tensor shards to flat buckets; ``gather`` joins them, ``megatron_to_hf`` renames them),
-``sglang`` (its form of a bucket), ``engine_group`` (broadcasts), and for the engine's side in
-``slime.backends.sglang_utils.weight_verbs``.
+Read on in ``gather`` (shards to whole tensors, which ``megatron_to_hf`` renames), ``sglang`` (its form of a bucket),
+``engine_group`` (broadcasts), and for the engine's side in ``slime.backends.sglang_utils.weight_verbs``.
 
 Nothing is compared, and no engine is left out: where one fails, the push fails and names it, and all stay paused,
 since they hold old and new weights at once.  The verified push, an extension, continues without that engine.
@@ -13,20 +12,22 @@ since they hold old and new weights at once.  The verified push, an extension, c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from slime.backends.megatron_utils import sglang
-from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
+from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.update_weight.engine_group import EngineGroup
-from slime.backends.megatron_utils.update_weight.transport import Transport
+from slime.backends.megatron_utils.update_weight.transport import SentWeights, Transport
 from slime.utils.errors import WeightSyncError
+from slime.weights.buckets import iter_units
 from slime.weights.named_tensors import NamedTensors
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import PUSH_FAILURES
 from slime.weights.push.state import Push, PushReport, TrainerRanks
-from slime.weights.push.wire import FLATTENED_BUCKET, named_views
+from slime.weights.push.wire import FLATTENED_BUCKET
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,6 @@ class PlainPush(Transport):
         """Engines on other GPUs, on rank 0 alone: they get the buckets by broadcast."""
         self._group = EngineGroup("slime")
         self._weights: SentWeights | None = None
-        self._buckets: GatheredBuckets | None = None
 
     def connect(self, engines: Sequence[EngineProxy], weights: SentWeights) -> None:
         """Find out which engines share a GPU with this rank."""
@@ -55,8 +55,7 @@ class PlainPush(Transport):
         self._shares_gpu = any(rank in engine.gpus for engine in colocated)
         self._beside = [engine for engine in colocated if engine.gpu_offset == rank]
         self._remote = [e for e in engines if e not in colocated] if self._ranks.rank == 0 else []
-        if weights is not self._weights:
-            self._weights, self._buckets = weights, None
+        self._weights = weights
         sglang.prepare()
 
     def send(self, push: Push) -> PushReport:
@@ -72,14 +71,16 @@ class PlainPush(Transport):
                 self._on_main_rank(push, "undoing repacking", lambda: push.undo_repacking(engines))
         with push.step("buckets"):
             self._on_main_rank(push, "joining the engines", lambda: self._group.form(self._remote, push.participants))
-            self._send_buckets(push)
+            sent = self._send_buckets(push)
         with push.step("commit"):
             if push.repacks:
                 self._on_main_rank(push, "repacking", lambda: push.repack(engines))
             self._on_main_rank(push, "asking for versions", push.require_version)
         with push.step("continue"):
             self._on_main_rank(push, "letting the engines continue", push.continue_generation)
-        report = push.report(self._source().manifest.buckets)
+        report = push.report(
+            num_tensors=sum(map(len, sent)), num_buckets=len(sent), num_bytes=sum(sum(sizes) for sizes in sent)
+        )
         if self._ranks.rank == 0:
             logger.info(
                 "Pushed weight version %s to %d engines, unverified: %d tensors, %.1f MiB in %d buckets, %.2f s.",
@@ -93,13 +94,15 @@ class PlainPush(Transport):
         self._group.leave()
 
     @torch.no_grad()
-    def _send_buckets(self, push: Push) -> None:
-        """Send every bucket; a rank that has failed sends none, and meets the others until the last."""
-        source = self._source()
-        for index, flat in source.iter_buckets():
-            views = named_views(flat, source.manifest.buckets[index], source.manifest)
-            # Widest elements first: engines view each tensor where the joined bytes have it, in its dtype.
-            bucket = sorted(views, key=lambda named: -named[1].element_size())
+    def _send_buckets(self, push: Push) -> list[list[int]]:
+        """Send every bucket, and return the bytes of the tensors in each.
+
+        A rank that has failed sends none, and meets the others until the last.
+        """
+        assert self._weights is not None
+        sent = []
+        for bucket in iter_buckets(self._weights):
+            sent.append([tensor.nbytes for _, tensor in bucket])
             handle, buffer = self._share(push, bucket)
             handles = self._ranks.gather(handle) if self._has_colocated else []
             if _is_whole(push):
@@ -110,11 +113,12 @@ class PlainPush(Transport):
                     push.failures.append(error)
             if self._has_colocated:
                 self._ranks.gather(None)  # the engines have mapped the buffers until here
-            del buffer
+            del buffer, bucket  # before the next one is gathered
         push.meet(f"sending the tensors of version {push.version}")
         _require_all(push)
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()  # what engines have let go
+        return sent
 
     def _share(self, push: Push, bucket: NamedTensors) -> tuple[str, torch.Tensor | None]:
         """Return a handle to a copy of the bucket for the engine on this rank's GPU (CUDA IPC; shared memory on a
@@ -141,16 +145,35 @@ class PlainPush(Transport):
             self._beside,
         )
 
-    def _source(self) -> GatheredBuckets:
-        """Return the buckets of this model, the same on all ranks; planned at the first push, collectively."""
-        if self._buckets is None:
-            assert self._weights is not None
-            self._buckets = GatheredBuckets(self._weights, across_stages=True)
-        return self._buckets
-
     def _on_main_rank(self, push: Push, what: str, action: Callable[[], None]) -> None:
         push.on_main_rank(what, action)
         _require_all(push)
+
+
+def iter_buckets(weights: SentWeights) -> Iterator[NamedTensors]:
+    """Yield all tensors as engines load them, in buckets of ``bucket_bytes`` and with an engine's units in one bucket.
+
+    Collective over all ranks, each of which gets all tensors.  A larger unit has its own bucket.
+    """
+    weight_map, dims = find_weight_map(weights.model_name), model_dims(weights.args)
+    bucket: NamedTensors = []
+    size = 0
+    whole = weights.whole_tensors(across_stages=True)
+    for unit in iter_units(whole, lambda name: weight_map.together_with(name, dims)):
+        tensors = [sent for name, tensor in unit for sent in weights.as_sent(name, tensor)]
+        added = sum(tensor.nbytes for _, tensor in tensors)
+        if bucket and size + added > weights.bucket_bytes:
+            yield _widest_first(bucket)
+            bucket, size = [], 0
+        bucket += tensors
+        size += added
+    if bucket:
+        yield _widest_first(bucket)
+
+
+def _widest_first(bucket: NamedTensors) -> NamedTensors:
+    """Return the order in which engines can view each tensor in its dtype where the joined bytes have it."""
+    return sorted(bucket, key=lambda named: -named[1].element_size())
 
 
 def _is_whole(push: Push) -> bool:

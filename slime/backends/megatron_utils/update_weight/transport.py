@@ -7,13 +7,65 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
+import torch
+from torch import Tensor
+
+from slime.backends.megatron_utils.update_weight.gather import HostWeights, iter_hf_tensors
 from slime.utils.errors import WeightSyncError
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.state import Push, PushReport, TrainerRanks
+from slime.weights.quantize import Quantizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentWeights:
+    """The weights of a push, and the form in which engines take them."""
+
+    args: Namespace
+    """Complete flags."""
+    model: Sequence[torch.nn.Module]
+    """This rank's chunks."""
+    get_host_weights: Callable[[], HostWeights | None] = lambda: None
+    """Gives host copies of the parameters to read instead of the live ones; None reads these."""
+    model_name: str
+    """Chooses the name converter."""
+    dtype: torch.dtype
+    """Of floating-point tensors that are not quantised."""
+    quantizer: Quantizer | None = None
+    """The quantizer of the tensors that engines hold quantized; None for none."""
+    bucket_bytes: int
+    """``--update-weight-buffer-size``: no bucket of several tensors is larger."""
+    constants: frozenset[str] = frozenset()
+    """:attr:`Shard.name` of parameters that no step changes, the same on all ranks; their buckets are constant."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return next(iter(self.model[0].parameters())).device
+
+    def whole_tensors(
+        self, *, across_stages: bool, only: Container[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield HF name and value of the tensors before quantization; arguments as in ``gather.iter_full_tensors``."""
+        return iter_hf_tensors(
+            self.args,
+            self.model,
+            model_name=self.model_name,
+            dtype=self.dtype,
+            host_weights=self.get_host_weights(),
+            across_stages=across_stages,
+            only=only,
+        )
+
+    def as_sent(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """Return what engines get of a tensor: itself, or what the quantizer makes of it."""
+        if self.quantizer is None or not self.quantizer.is_quantized(name):
+            return [(name, tensor)]
+        return self.quantizer.quantize(name, tensor)
 
 
 class Transport(ABC):

@@ -13,11 +13,10 @@ from megatron.core import mpu
 from slime.backends.megatron_utils import memory
 from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
 from slime.backends.megatron_utils.parameters import constant_parameters
-from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
 from slime.backends.megatron_utils.update_weight.cast_loss import CastLossEstimate
 from slime.backends.megatron_utils.update_weight.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.plain_push import PlainPush
-from slime.backends.megatron_utils.update_weight.transport import MakeTransport, Transport
+from slime.backends.megatron_utils.update_weight.transport import MakeTransport, SentWeights, Transport
 from slime.utils.errors import WeightSyncError
 from slime.weights.named_tensors import pushed_dtype
 from slime.weights.push.engine import EngineProxy

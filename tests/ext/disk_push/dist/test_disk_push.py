@@ -91,7 +91,7 @@ class Case:
         import torch
 
         from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
-        from slime.weights.push.wire import named_views
+        from slime.ext.fast_push.gathered_buckets import named_views
 
         updater = self.worker._updater
         if self.is_quantized:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.hf_to_megatron.tensors import left_out_tensors
+from slime.ext.fast_push.verified_push import left_out_tensors
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import WeightSyncError

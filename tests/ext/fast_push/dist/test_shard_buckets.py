@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.sleep import OffloadedState
-from slime.backends.megatron_utils.update_weight.bucket_source import SentWeights
+from slime.backends.megatron_utils.update_weight.transport import SentWeights
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.ext.fast_push.kernels.tables import CastTable
 from slime.ext.fast_push.shard_buckets import ShardBuckets

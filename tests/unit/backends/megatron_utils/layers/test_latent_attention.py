@@ -14,7 +14,8 @@ from torch import Tensor
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.layers.rotary import LatentRotary
 from slime.backends.megatron_utils.model_provider import get_model_provider
-from slime.backends.megatron_utils.update_weight.bucket_source import GatheredBuckets, SentWeights
+from slime.backends.megatron_utils.update_weight.plain_push import iter_buckets
+from slime.backends.megatron_utils.update_weight.transport import SentWeights
 from tests.matrix.case import load_cases, read_tensors
 from tests.matrix.references.kimi_k2 import KimiK2
 from tests.unit.backends.megatron_utils.megatron_case import (
@@ -159,8 +160,7 @@ def test_what_sglang_fuses_travels_in_one_bucket(checkpoint: tuple[list[str], Pa
         weights = SentWeights(
             args=args, model=[model], model_name="deepseek_v3", dtype=torch.float32, bucket_bytes=bucket_bytes
         )
-        source = GatheredBuckets(weights, across_stages=True)
-        buckets = [[part.name for part in bucket.slices] for bucket in source.manifest.buckets]
+        buckets = [[name for name, _ in bucket] for bucket in iter_buckets(weights)]
         together = [
             sum(name.endswith(("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")) for name in bucket)
             for bucket in buckets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,6 @@ import torch
 from slime.backends.megatron_utils.update_weight import plain_push
 from slime.backends.megatron_utils.update_weight.plain_push import PlainPush
 from slime.utils.errors import EngineError, WeightSyncError
-from slime.weights.buckets import plan_buckets
-from slime.weights.manifest import Manifest
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import Participants, PushClock
 from slime.weights.push.state import Push, TrainerRanks
@@ -20,20 +19,17 @@ from slime.weights.push.state import Push, TrainerRanks
 TENSORS = {"norm": torch.randn(7), "up": torch.randn(33, 5), "down": torch.randn(5, 33, dtype=torch.bfloat16)}
 
 
-class Source:
-    """All tensors, in as many buckets as a limit of 600 bytes makes."""
+class Weights:
+    """All tensors, of which a bucket of 600 bytes has one."""
 
-    def __init__(self, weights: Any, *, across_stages: bool) -> None:
+    args, model_name, bucket_bytes = Namespace(), "qwen3", 600
+
+    def whole_tensors(self, *, across_stages: bool) -> Iterator[tuple[str, torch.Tensor]]:
         assert across_stages
-        headers = [[(name, tuple(tensor.shape), tensor.dtype)] for name, tensor in TENSORS.items()]
-        self.manifest = Manifest(*map(tuple, plan_buckets(headers, 600)))
+        return iter(TENSORS.items())
 
-    def iter_buckets(self) -> Iterator[tuple[int, torch.Tensor]]:
-        for index, bucket in enumerate(self.manifest.buckets):
-            flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-            for part in bucket.slices:
-                part.view(flat, TENSORS[part.name].dtype).copy_(TENSORS[part.name])
-            yield index, flat
+    def as_sent(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        return [(name, tensor)]
 
 
 class Answer:
@@ -74,14 +70,14 @@ class Engine(EngineProxy):
 
 @pytest.fixture(autouse=True)
 def stock_wire(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_push, "GatheredBuckets", Source)
+    monkeypatch.setattr(plain_push, "model_dims", lambda args: Namespace(has_query_latent=False))
     monkeypatch.setattr(plain_push.sglang, "prepare", lambda: None)
     monkeypatch.setattr(plain_push.sglang, "serialize_bucket", lambda bucket: (bucket, torch.empty(0)))
 
 
 def push(*engines: Engine, **what: Any) -> Push:
     transport, made = PlainPush(TrainerRanks()), Push("3", Participants(engines, PushClock(20)), **what)
-    transport.connect(engines, weights=object())  # type: ignore[arg-type]
+    transport.connect(engines, weights=Weights())  # type: ignore[arg-type]
     transport.send(made)
     return made
 
@@ -148,7 +144,7 @@ def test_each_gpu_of_an_engine_loads_from_the_rank_that_shares_it(other: str, mo
     engine.num_gpus = 2
     transport = PlainPush(FirstOfTwo(world_size=2))
     made = Push("3", Participants([engine], PushClock(20)), FirstOfTwo(world_size=2))
-    transport.connect([engine], weights=object())  # type: ignore[arg-type]
+    transport.connect([engine], weights=Weights())  # type: ignore[arg-type]
     if other:
         transport.send(made)
         assert engine.handles[1] == "its memory" and engine.held.keys() == TENSORS.keys()

@@ -1,60 +1,36 @@
-"""The flat buckets of a push, made the plain way: whole tensors are gathered.
+"""Buckets of whole tensors, each of which is gathered: right for every model and layout.
 
-A source says once, in its manifest, what it will send, and fills the buckets again for every push.  The plain way is
-right for every model and layout, and the only one that engines without our loader understand; ``shard_buckets`` is
-the fast one.
+``shard_buckets`` is the fast way.  A source of buckets says once, in its manifest, what it will send, and fills the
+buckets again for every push.
 """
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Callable, Container, Iterator, Sequence
+import math
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from megatron.core import mpu
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.parameters import iter_shards
 from slime.backends.megatron_utils.update_weight.gather import (
-    HostWeights,
-    StageHeaders,
-    hf_headers,
-    iter_hf_tensors,
+    in_hf_names,
+    names_on_all_ranks,
+    sent_dtype,
+    whole_shape,
 )
-from slime.utils.errors import WeightSyncError
-from slime.weights.buckets import NO_BUCKET, iter_units, plan_buckets
-from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
-from slime.weights.named_tensors import Header, dtype_name
-from slime.weights.quantize import Quantizer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SentWeights:
-    """The weights of a push, and the form in which engines take them."""
-
-    args: Namespace
-    """Complete flags."""
-    model: Sequence[torch.nn.Module]
-    """This rank's chunks."""
-    get_host_weights: Callable[[], HostWeights | None] = lambda: None
-    """Gives host copies of the parameters to read instead of the live ones; None reads these."""
-    model_name: str
-    """Chooses the name converter."""
-    dtype: torch.dtype
-    """Of floating-point tensors that are not quantised."""
-    quantizer: Quantizer | None = None
-    """The quantizer of the tensors that engines hold quantized; None for none."""
-    bucket_bytes: int
-    """``--update-weight-buffer-size``: no bucket of several tensors is larger."""
-    constants: frozenset[str] = frozenset()
-    """:attr:`Shard.name` of parameters that no step changes, the same on all ranks; their buckets are constant."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return next(iter(self.model[0].parameters())).device
+from slime.backends.megatron_utils.update_weight.transport import SentWeights
+from slime.utils.distributed_utils import gather_objects
+from slime.utils.errors import ConfigError, WeightSyncError
+from slime.weights.buckets import iter_units
+from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry, align, pack_whole
+from slime.weights.named_tensors import Header, NamedTensors, dtype_name
+from slime.weights.push.carrier import NO_BUCKET
 
 
 @dataclass(frozen=True)
@@ -111,9 +87,7 @@ class GatheredBuckets:
             chosen = [_Others(only, weights.constants), weights.constants]
         for part in chosen:
             is_constant = part is weights.constants
-            stages = hf_headers(
-                weights.args, weights.model, model_name=weights.model_name, dtype=weights.dtype, only=part
-            )
+            stages = hf_headers(weights, only=part)
             present |= {name for headers in stages for name, _, _ in headers}
             if across_stages:
                 stages = [[header for headers in stages for header in headers]]
@@ -135,7 +109,7 @@ class GatheredBuckets:
         """As the protocol says."""
         return self._manifest
 
-    def _planned(self, headers: StageHeaders) -> Iterator[list[Header]]:
+    def _planned(self, headers: list[Header]) -> Iterator[list[Header]]:
         """Yield the tensors in the form they are sent in, in groups that stay in one bucket."""
         for unit in iter_units(((name, (name, shape, dtype)) for name, shape, dtype in headers), self._together):
             yield [output for _, header in unit for output in self._outputs(header)]
@@ -183,23 +157,11 @@ class GatheredBuckets:
 
     def _tensors(self, walk: _Walk) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of the tensors of a walk, in the order of the plan."""
-        weights = self._weights
-        converted = iter_hf_tensors(
-            weights.args,
-            weights.model,
-            model_name=weights.model_name,
-            dtype=weights.dtype,
-            host_weights=weights.get_host_weights(),
-            across_stages=self._across_stages,
-            only=walk.only,
-        )
-        wanted = ((name, tensor) for name, tensor in converted if name in walk.names)
+        whole = self._weights.whole_tensors(across_stages=self._across_stages, only=walk.only)
+        wanted = ((name, tensor) for name, tensor in whole if name in walk.names)
         for unit in iter_units(wanted, self._together):
             for name, tensor in unit:
-                if self._quantizer is None or not self._quantizer.is_quantized(name):
-                    yield name, tensor
-                else:
-                    yield from self._quantizer.quantize(name, tensor)
+                yield from self._weights.as_sent(name, tensor)
 
     def _check_full(self, index: int, missing: dict[str, BucketSlice]) -> None:
         if missing:
@@ -224,3 +186,97 @@ def _lay(buffer: Tensor, part: BucketSlice | None, entry: TensorEntry | None, na
     if tensor.numel():
         place = buffer[part.offset : part.offset + entry.num_bytes].view(tensor.dtype).view(tensor.shape)
         place.copy_(tensor)
+
+
+def plan_buckets(
+    units: Iterable[list[tuple[str, tuple[int, ...], torch.dtype]]], bucket_bytes: int
+) -> tuple[list[TensorEntry], list[BucketEntry]]:
+    """Lay whole tensors into flat buckets of at most ``bucket_bytes``; a larger unit gets its own bucket.
+
+    Args:
+        units: name, shape and dtype of tensors; a unit is never parted.
+        bucket_bytes: the limit; ``--update-weight-buffer-size``.
+
+    Raises:
+        ConfigError: the limit is not positive.
+    """
+    if bucket_bytes <= 0:
+        raise ConfigError(f"--update-weight-buffer-size is {bucket_bytes}; it must be a positive number of bytes")
+    tensors: list[TensorEntry] = []
+    buckets: list[BucketEntry] = []
+    held: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+    size = 0
+
+    def close() -> None:
+        entries, bucket = pack_whole(held)
+        tensors.extend(entries)
+        buckets.append(bucket)
+
+    for unit in units:
+        added = sum(align(math.prod(shape) * dtype.itemsize) for _, shape, dtype in unit)
+        if held and size + added > bucket_bytes:
+            close()
+            held, size = [], 0
+        held += unit
+        size += added
+    if held:
+        close()
+    return tensors, buckets
+
+
+def hf_headers(weights: SentWeights, *, only: Container[str] | None = None) -> list[list[Header]]:
+    """Return HF name, whole shape and dtype of the tensors of every pipeline stage, the same on all ranks.
+
+    In the order of ``SentWeights.whole_tensors``, without moving a tensor.  A tensor that several stages hold (a tied
+    embedding) is listed by the first of them.  Collective over the pipeline.
+
+    Raises:
+        WeightSyncError: two parameters of a stage convert to the same HF name.
+    """
+    own = list(_megatron_headers(weights.model, weights.dtype, only))
+    is_piped = mpu.get_pipeline_model_parallel_world_size() > 1
+    stages = gather_objects(own, mpu.get_pipeline_model_parallel_group()) if is_piped else [own]
+    result: list[list[Header]] = []
+    sent: set[str] = set()
+    hf_checkpoint, dims = str(vars(weights.args).get("hf_checkpoint") or ""), model_dims(weights.args)
+    for listed in stages:
+        new = [header for header in listed if header[0] not in sent]
+        sent |= {name for name, _, _ in new}
+        shapes = ((name, torch.empty(shape, dtype=kind, device="meta")) for name, shape, kind in new)
+        converted = in_hf_names(hf_checkpoint, weights.model_name, dims, shapes)
+        result.append([(hf_name, tuple(tensor.shape), tensor.dtype) for hf_name, tensor in converted])
+    return result
+
+
+def _megatron_headers(
+    model: Sequence[torch.nn.Module], dtype: torch.dtype | None, only: Container[str] | None
+) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Return global name, whole shape and dtype of this stage's parameters, those of all expert ranks included."""
+    num_experts = unwrap_model(model[0]).config.num_moe_experts
+    seen: set[str] = set()
+    for shard in iter_shards(model):
+        if only is not None and shard.name not in only:
+            continue
+        for name in names_on_all_ranks(shard, num_experts):
+            if name not in seen:  # chunks may share a parameter: the first one's counts
+                seen.add(name)
+                yield name, tuple(whole_shape(shard)), sent_dtype(shard, dtype)
+
+
+def named_views(flat: Tensor, entry: BucketEntry, manifest: Manifest) -> NamedTensors:
+    """Return the tensors of a bucket, as views of its buffer.
+
+    Raises:
+        WeightSyncError: the bucket holds a slice of a tensor.
+    """
+    tensors: NamedTensors = []
+    for part in entry.slices:
+        whole = manifest.by_name[part.name]
+        if part.slice.sizes != whole.shape:
+            raise WeightSyncError(
+                f"a bucket holds {list(part.slice.sizes)} of {part.name}, whose shape is {list(whole.shape)}; "
+                "only our own loader takes slices"
+            )
+        data = flat[part.offset : part.offset + whole.num_bytes]
+        tensors.append((part.name, data.view(whole.torch_dtype).view(whole.shape)))
+    return tensors

@@ -7,15 +7,15 @@ import itertools
 import pytest
 import torch
 
-from slime.weights.tensor_slice import (
+from slime.ext.fast_push.strided_copy import (
     NotRectangularError,
     StridedCopy,
     StridedSlice,
-    TensorSlice,
     clip,
     merged,
     slice_written,
 )
+from slime.weights.tensor_slice import TensorSlice
 
 
 def copy_between(to: torch.Tensor, frm: torch.Tensor) -> StridedCopy:
