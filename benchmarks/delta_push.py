@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.ext.disk_push.delta import ENCODINGS, Bytes, DeltaBase  # noqa: E402
-from slime.ext.disk_push.local_copy import LocalCopy  # noqa: E402
-from slime.ext.disk_push.versions import (  # noqa: E402
+from slime.ext.fast_push.disk.delta import ENCODINGS, Bytes, DeltaBase  # noqa: E402
+from slime.ext.fast_push.disk.local_copy import LocalCopy  # noqa: E402
+from slime.ext.fast_push.disk.versions import (  # noqa: E402
     PartWriter,
     begin_version,
     finalize_version,

@@ -37,7 +37,7 @@ from benchmarks.published_configs import qwen3_moe  # noqa: E402
 from benchmarks.weight_push_engine import COMMON, FP8, RUN_FLAGS  # noqa: E402
 from benchmarks.weight_push_ways import BLOCK, build, start_trainer  # noqa: E402
 from slime.backends.sglang_utils import cpu_shim  # noqa: E402
-from slime.weights.manifest import BucketSlice, Manifest, TensorEntry  # noqa: E402
+from slime.ext.fast_push.manifest import BucketSlice, Manifest, TensorEntry  # noqa: E402
 from slime.weights.tensor_slice import TensorSlice  # noqa: E402
 
 WIDTH = 128

@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.model_shapes import MODELS, Output, outputs, random_parameters  # noqa: E402
 from slime.ext.fast_push.kernels.tables import CastItem, CastTable, CopyItem, CopyTable, DigestTable, as_unsigned  # noqa: E402  # noqa: E402
+from slime.ext.fast_push.manifest import align  # noqa: E402
 from slime.weights.digest import digest_bytes  # noqa: E402
-from slime.weights.manifest import align  # noqa: E402
 from slime.weights.quantize.block_fp8 import num_blocks, quantize_block  # noqa: E402
 
 BLOCK = 128

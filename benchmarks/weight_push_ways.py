@@ -48,8 +48,8 @@ from slime.ray.parts import load_all  # noqa: E402
 from slime.utils.net import get_free_port  # noqa: E402
 
 if TYPE_CHECKING:
-    from slime.weights.manifest import Manifest
-    from slime.weights.push.carrier import BucketSource
+    from slime.ext.fast_push.carrier import BucketSource
+    from slime.ext.fast_push.manifest import Manifest
 
 BLOCK = (128, 128)
 PAIRS = (("gathered", "own"), ("gathered", "traced"), ("shards", "own"), ("shards", "traced"))

@@ -119,8 +119,7 @@ def _chosen(args: Namespace, table: Mapping[str, str]) -> tuple[Part, ...]:
 
 def _train_group(args: Namespace) -> Part | None:
     if vars(args).get("release_train"):
-        push_weights = Part("slime.ext.fast_push.push:push_weights")
-        return Part("slime.ext.disk_push.released_trainer:ReleasedTrainGroup", {"push_weights": push_weights})
+        return Part("slime.ext.fast_push.disk.released_trainer:ReleasedTrainGroup")
     is_copied = vars(args).get("state_copy_interval") is not None
     return Part("slime.ext.recovery.copied_trainer:CopiedTrainGroup") if is_copied else None
 
@@ -129,11 +128,8 @@ def _transport(args: Namespace) -> Part | None:
     """Return the way of weights to the engines; None for the plain push."""
     if vars(args).get("lora_rank") is not None and args.lora_push == "adapter":
         return Part("slime.ext.lora.adapter_push:AdapterPush")
-    if vars(args).get("weight_push") != "verified":
-        return None
-    over_disk = vars(args).get("update_weight_transport") == "disk"
-    options = {"carrier": Part("slime.ext.disk_push.delta_carrier:make_carrier")} if over_disk else {}
-    return Part("slime.ext.fast_push.verified_push:VerifiedPush.of", options)
+    is_verified = vars(args).get("weight_push") == "verified"
+    return Part("slime.ext.fast_push.verified_push:VerifiedPush.of") if is_verified else None
 
 
 def start_job(args: Namespace) -> TrainJob:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from slime.ext.fast_push.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry, align, pack_whole
 from slime.weights.digest import combine, digest_bytes
-from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry, align, pack_whole
 from slime.weights.named_tensors import dtype_name
 from slime.weights.tensor_slice import TensorSlice
 

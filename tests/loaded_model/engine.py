@@ -24,8 +24,8 @@ import torch
 import torch.multiprocessing as mp
 
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
-from slime.ext.disk_push import local_copy
 from slime.ext.fast_push import engine_verbs
+from slime.ext.fast_push.disk import local_copy
 from slime.ext.fast_push.loaders import RECEIVER
 from slime.utils.errors import EngineError, ProcessError
 from slime.weights.push.engine import EngineProxy

@@ -34,11 +34,11 @@ from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.backends.megatron_utils.update_weight.transport import SentWeights
 from slime.compose import parts
+from slime.ext.fast_push.carrier import NO_BUCKET, BucketSource
+from slime.ext.fast_push.manifest import Manifest
 from slime.ext.fast_push.shard_buckets import CollectedBuckets, ShardBuckets
 from slime.ray.parts import load_all
 from slime.utils.distributed_utils import get_gloo_group, init_gloo_group
-from slime.weights.manifest import Manifest
-from slime.weights.push.carrier import NO_BUCKET, BucketSource
 from slime.weights.quantize import Quantizer
 from slime.weights.quantize.formats import BlockFp8, ChannelFp8, WeightFormat, is_quantized_offline
 from tests.matrix import layout_rank

@@ -20,13 +20,12 @@ from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import FORMAT_FILE
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
-from slime.ext.disk_push.delta_carrier import make_carrier
+from slime.ext.fast_push.carrier import NO_BUCKET, CarriedPush, Carrier
 from slime.ext.fast_push.engine_verbs import receive_weight_bucket
+from slime.ext.fast_push.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
 from slime.ext.fast_push.verified_push import VerifiedPush
 from slime.flags.checkpoint import version_before
 from slime.utils.errors import DataError
-from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
-from slime.weights.push.carrier import NO_BUCKET, CarriedPush, Carrier
 from slime.weights.push.participants import reason_of, start_all, wait_together
 from slime.weights.push.state import TrainerRanks
 from slime.weights.tensor_slice import TensorSlice
@@ -205,9 +204,8 @@ class Updater(WeightUpdater):
         self._simulated = Buckets(model)
 
     def _make(self, args: Namespace, ranks: TrainerRanks) -> FixedPush:
-        carrier = None if WORLD[0].setup.broadcast else lambda args, ranks: MessageCarrier(ranks)
-        carrier = make_carrier if args.update_weight_transport == "disk" else carrier
-        made = FixedPush.of(args, ranks, carrier=carrier)
+        is_real = WORLD[0].setup.broadcast or args.update_weight_transport == "disk"
+        made = FixedPush.of(args, ranks) if is_real else FixedPush(MessageCarrier(ranks), ranks)
         made.fixed = self._simulated
         return made
 
@@ -360,7 +358,7 @@ def patch_trainer(patches: Any) -> None:
     from slime.backends.megatron_utils import memory
     from slime.backends.megatron_utils.checkpoints import checkpoint_writer
     from slime.backends.megatron_utils.update_weight import updater
-    from slime.ext.disk_push import disk, versions
+    from slime.ext.fast_push.disk import disk, versions
     from slime.utils import distributed_utils
     from slime.weights.push import state
 

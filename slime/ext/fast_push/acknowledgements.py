@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from slime.ext.fast_push.carrier import NO_BUCKET, BucketSource
 from slime.ext.fast_push.kernels.tables import DigestTable
+from slime.ext.fast_push.manifest import Manifest, TensorEntry
 from slime.utils.errors import WeightSyncError
 from slime.weights.digest import combine_wrapped
-from slime.weights.manifest import Manifest, TensorEntry
-from slime.weights.push.carrier import NO_BUCKET, BucketSource
 
 SHOWN_NAMES = 3
 

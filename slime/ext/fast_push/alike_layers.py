@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from slime.ext.fast_push.load_trace import LoadTrace, Write, trace_load
+from slime.ext.fast_push.manifest import TensorEntry
 from slime.ext.fast_push.strided_copy import StridedCopy
-from slime.weights.manifest import TensorEntry
 
 _NUMBERED = re.compile(r"(.*?\.)(\d+)(\..+)")
 Layer = tuple[str, str]

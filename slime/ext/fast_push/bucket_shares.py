@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slime.ext.fast_push.kernels.tables import DigestTable
+from slime.ext.fast_push.manifest import BucketEntry, Manifest
 from slime.ext.fast_push.model_load import ModelLoad
 from slime.utils.errors import WeightSyncError
 from slime.weights.digest import combine_wrapped
-from slime.weights.manifest import BucketEntry, Manifest
 
 Positions = NDArray[np.intp]
 JOIN_BYTES = 1 << 20

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.update_weight.engine_group import FAREWELL_S, MeetingPlace, OnThread
 from slime.ext.fast_push import engine_verbs as verbs
+from slime.ext.fast_push.carrier import NO_BUCKET, CarriedPush, Carrier
 from slime.ext.fast_push.channel import WeightChannel
 from slime.ext.fast_push.loaders import loader_of
+from slime.ext.fast_push.manifest import Manifest
 from slime.utils import net
 from slime.utils.errors import WeightSyncError
-from slime.weights.manifest import Manifest
-from slime.weights.push.carrier import NO_BUCKET, CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import PUSH_FAILURES, Participants, reason_of, start_all, wait_together
 from slime.weights.push.state import TrainerRanks

@@ -1,10 +1,15 @@
-"""The choice between the verified and the plain push, and what engines of the verified one are started with."""
+"""The choice between the verified and the plain push, and what engines of the verified one are started with.
+
+Weights over a disk: ``disk.flags``.
+"""
 
 from __future__ import annotations
 
 import argparse
 from argparse import Namespace
 
+from slime.ext.fast_push.disk.flags import GROUP as OVER_DISK
+from slime.ext.fast_push.disk.flags import add_disk_push_arguments
 from slime.ext.fast_push.loaders import WEIGHT_LOADERS
 from slime.flags.group import FlagGroup
 
@@ -23,6 +28,12 @@ def add_fast_push_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add both groups to ``parser``."""
+    add_fast_push_arguments(parser)
+    add_disk_push_arguments(parser)
+
+
 def derive_fast_push(args: Namespace) -> None:
     """Have engines start with the loaders that a verified push asks."""
     if args.weight_push == "verified":
@@ -31,10 +42,13 @@ def derive_fast_push(args: Namespace) -> None:
 
 
 GROUP = FlagGroup(
-    add_fast_push_arguments,
-    derive=(derive_fast_push,),
+    add_arguments,
+    derive=(derive_fast_push, *OVER_DISK.derive),
+    check=OVER_DISK.check,
+    needs=OVER_DISK.needs,
     excludes=(
         ("weight_push=plain", "check_weight_update_equal", "it compares nothing; use --weight-push verified"),
         ("weight_push=plain", "weight_push_failure=drop", "it leaves no engine out; use refill, stop, or verified"),
+        *OVER_DISK.excludes,
     ),
 )

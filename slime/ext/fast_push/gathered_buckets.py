@@ -25,12 +25,12 @@ from slime.backends.megatron_utils.update_weight.gather import (
     whole_shape,
 )
 from slime.backends.megatron_utils.update_weight.transport import SentWeights
+from slime.ext.fast_push.carrier import NO_BUCKET
+from slime.ext.fast_push.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry, align, pack_whole
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import ConfigError, WeightSyncError
 from slime.weights.buckets import iter_units
-from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry, align, pack_whole
 from slime.weights.named_tensors import Header, NamedTensors, dtype_name
-from slime.weights.push.carrier import NO_BUCKET
 
 
 @dataclass(frozen=True)

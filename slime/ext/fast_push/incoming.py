@@ -10,8 +10,8 @@ from torch import Tensor
 
 from slime.backends.sglang_utils.loader_report import rank_in_engine
 from slime.ext.fast_push.channel import WeightChannel
+from slime.ext.fast_push.manifest import BucketEntry, Manifest
 from slime.utils.errors import WeightSyncError
-from slime.weights.manifest import BucketEntry, Manifest
 from slime.weights.stored_tensors import STORED_DTYPES, StoredTensor, read_layout
 
 

@@ -22,6 +22,7 @@ from slime.backends.sglang_utils.loader_report import is_own_scale
 from slime.ext.fast_push.alike_layers import trace_by_layers
 from slime.ext.fast_push.kernels.tables import CopyItem
 from slime.ext.fast_push.load_trace import LoadTrace, Write
+from slime.ext.fast_push.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
 from slime.ext.fast_push.strided_copy import (
     NotRectangularError,
     StridedCopy,
@@ -30,7 +31,6 @@ from slime.ext.fast_push.strided_copy import (
     merged,
     slice_written,
 )
-from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
 from slime.weights.tensor_slice import TensorSlice
 
 logger = logging.getLogger(__name__)

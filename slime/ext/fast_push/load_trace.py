@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slime.ext.fast_push.manifest import TensorEntry
 from slime.ext.fast_push.strided_copy import NotRectangularError, StridedCopy, StridedSlice, clip, slice_written
-from slime.weights.manifest import TensorEntry
 
 aten = torch.ops.aten
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from slime.ext.fast_push.kernels.tables import CopyTable, DigestTable
 from slime.ext.fast_push.load_plan import LoadPlan, PlannedItem, entries_to_load
 from slime.ext.fast_push.load_trace import trace_load
+from slime.ext.fast_push.manifest import BucketEntry, BucketSlice, Manifest, pack_whole
 from slime.ext.fast_push.repacked_layers import has_repacked_layers, repack, unpack
 from slime.ext.fast_push.weight_check import (
     differing_names,
@@ -26,7 +27,6 @@ from slime.ext.fast_push.weight_check import (
     rebuild_derived,
 )
 from slime.utils.errors import WeightSyncError
-from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, pack_whole
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ import torch
 
 from slime.ext.fast_push import engine_verbs as verbs
 from slime.ext.fast_push.acknowledgements import check_acknowledgements
+from slime.ext.fast_push.carrier import NO_BUCKET, Buckets, BucketSource, CarriedPush, Carrier
 from slime.ext.fast_push.gathered_buckets import named_views
 from slime.ext.fast_push.loaders import COMPARE, FILL_WITH_NAN, FIND_NAN, loader_of
+from slime.ext.fast_push.manifest import Manifest
 from slime.ext.fast_push.messages import encode
 from slime.utils.errors import ProcessError, WeightSyncError
-from slime.weights.manifest import Manifest
-from slime.weights.push.carrier import NO_BUCKET, Buckets, BucketSource, CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy, Pending
 from slime.weights.push.participants import PUSH_FAILURES, reason_of
 from slime.weights.push.state import Push, PushReport

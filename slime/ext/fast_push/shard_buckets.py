@@ -28,8 +28,10 @@ from megatron.core.utils import unwrap_model
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
 from slime.backends.megatron_utils.update_weight.gather import HostWeights, is_gate_up, sent_dtype
 from slime.backends.megatron_utils.update_weight.transport import SentWeights
+from slime.ext.fast_push.carrier import NO_BUCKET
 from slime.ext.fast_push.gathered_buckets import GatheredBuckets
 from slime.ext.fast_push.kernels.tables import CastItem, CastTable, Kind
+from slime.ext.fast_push.manifest import ALIGNMENT, BucketEntry, BucketSlice, Manifest, align
 from slime.ext.fast_push.shard_layout import (
     RowRuns,
     ShardLayout,
@@ -45,8 +47,6 @@ from slime.ext.fast_push.shard_plan import (
 )
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import SlimeError, WeightSyncError
-from slime.weights.manifest import ALIGNMENT, BucketEntry, BucketSlice, Manifest, align
-from slime.weights.push.carrier import NO_BUCKET
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, num_blocks
 from slime.weights.quantize.formats import BlockFp8
 

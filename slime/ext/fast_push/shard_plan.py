@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from slime.ext.fast_push.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry, align
 from slime.utils.errors import ConfigError, WeightSyncError
-from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry, align
 from slime.weights.named_tensors import Header, dtype_name
 from slime.weights.quantize import Quantizer
 from slime.weights.tensor_slice import TensorSlice

@@ -16,11 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from slime.backends.megatron_utils import sglang
 from slime.ext.fast_push import engine_verbs as verbs
+from slime.ext.fast_push.carrier import NO_BUCKET, CarriedPush, Carrier
 from slime.ext.fast_push.distributed import WeightGroup
+from slime.ext.fast_push.manifest import Manifest
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import ConfigError
-from slime.weights.manifest import Manifest
-from slime.weights.push.carrier import NO_BUCKET, CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import PUSH_FAILURES, reason_of
 from slime.weights.push.state import TrainerRanks

@@ -1,14 +1,14 @@
 """The verified push, slime's default: what each rank holds goes to loaders inside the engines, which vouch for it.
 
 ``push`` is its script.  A carrier moves the buckets: through memory of the trainer's GPUs, by broadcast, or over a
-disk (``slime.ext.disk_push``).
+disk (``slime.ext.fast_push.disk``).
 """
 
 from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
@@ -24,23 +24,21 @@ from slime.backends.megatron_utils.models import WeightMap, find_weight_map
 from slime.backends.megatron_utils.update_weight.plain_push import PlainPush
 from slime.backends.megatron_utils.update_weight.transport import SentWeights, Transport
 from slime.ext.fast_push.acknowledgements import DigestedBuckets
+from slime.ext.fast_push.carrier import BucketSource, CarriedPush, Carrier
 from slime.ext.fast_push.distributed import DistributedCarrier
 from slime.ext.fast_push.gathered_buckets import GatheredBuckets
 from slime.ext.fast_push.loaders import loader_of
+from slime.ext.fast_push.manifest import Manifest, TensorEntry
 from slime.ext.fast_push.push import push_weights
 from slime.ext.fast_push.shard_buckets import CollectedBuckets, ShardBuckets
 from slime.ext.fast_push.shared_memory import SharedMemoryCarrier
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import WeightSyncError
-from slime.weights.manifest import Manifest, TensorEntry
-from slime.weights.push.carrier import BucketSource, CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.state import Push, PushReport, TrainerRanks
 from slime.weights.stored_tensors import STORED_DTYPES, read_layout
 
 logger = logging.getLogger(__name__)
-
-MakeCarrier = Callable[[Namespace, TrainerRanks], Carrier]
 
 
 class VerifiedPush(Transport):
@@ -57,10 +55,12 @@ class VerifiedPush(Transport):
         self._gathered: GatheredBuckets | None = None
 
     @classmethod
-    def of(cls, args: Namespace, ranks: TrainerRanks, carrier: MakeCarrier | None = None) -> VerifiedPush:
-        """Make it from flags; without a ``carrier`` engines are reached through memory, or by broadcast."""
-        if carrier is not None:
-            return cls(carrier(args, ranks), ranks)
+    def of(cls, args: Namespace, ranks: TrainerRanks) -> VerifiedPush:
+        """Make it from flags."""
+        if vars(args).get("update_weight_transport") == "disk":
+            from slime.ext.fast_push.disk.delta_carrier import make_carrier
+
+            return cls(make_carrier(args, ranks), ranks)
         return cls(SharedMemoryCarrier(ranks) if args.colocate else DistributedCarrier(ranks), ranks)
 
     def connect(self, engines: Sequence[EngineProxy], weights: SentWeights) -> None:

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from slime.backends.sglang_utils.loader_report import is_own_scale, reporting
 from slime.ext.fast_push.load_plan import is_description, unread_memory
 from slime.ext.fast_push.load_trace import trace_load
+from slime.ext.fast_push.manifest import Manifest
 from slime.ext.fast_push.messages import decode
-from slime.weights.manifest import Manifest
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 

@@ -32,12 +32,12 @@ from slime.backends.sglang_utils.loader_report import (
 from slime.ext.fast_push.bucket_shares import EngineShares
 from slime.ext.fast_push.incoming import IncomingBytes
 from slime.ext.fast_push.load_plan import LoadPlan
+from slime.ext.fast_push.manifest import BucketEntry, Manifest
 from slime.ext.fast_push.messages import PUSH_REPORT, decode
 from slime.ext.fast_push.model_load import ModelLoad
 from slime.ext.fast_push.repacked_layers import is_unpacked
 from slime.observability.telemetry import DeviceTimes
 from slime.utils.errors import WeightSyncError
-from slime.weights.manifest import BucketEntry, Manifest
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slime.weights.manifest import Manifest
-from slime.weights.push.carrier import NO_BUCKET, CarriedPush, Carrier
+from slime.ext.fast_push.carrier import NO_BUCKET, CarriedPush, Carrier
+from slime.ext.fast_push.manifest import Manifest
 from slime.weights.push.participants import PUSH_FAILURES, reason_of
 
 HEADER = struct.Struct("<qq")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from slime.ext.fast_push.acknowledgements import DigestedBuckets, check_acknowledgements
+from slime.ext.fast_push.carrier import NO_BUCKET
+from slime.ext.fast_push.manifest import Manifest, pack_whole
 from slime.utils.errors import WeightSyncError
 from slime.weights.digest import combine, digest_bytes
-from slime.weights.manifest import Manifest, pack_whole
-from slime.weights.push.carrier import NO_BUCKET
 
 FIRST, BUCKET_0 = pack_whole([("a", (3,), torch.float32), ("b", (2, 2), torch.bfloat16)])
 SECOND, BUCKET_1 = pack_whole([("c", (5,), torch.uint8)])

@@ -1,7 +1,7 @@
 import torch
 
 from slime.ext.fast_push.gathered_buckets import plan_buckets
-from slime.weights.manifest import Manifest
+from slime.ext.fast_push.manifest import Manifest
 
 
 def test_a_plan_lays_whole_tensors_out_without_passing_the_limit_or_parting_a_unit() -> None:

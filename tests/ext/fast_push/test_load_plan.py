@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from slime.ext.fast_push.kernels.tables import CopyTable
 from slime.ext.fast_push.load_plan import LoadPlan, unread_memory
 from slime.ext.fast_push.load_trace import trace_load
+from slime.ext.fast_push.manifest import Manifest, TensorEntry
 from slime.ext.fast_push.weight_check import fill_parameters_with_nan, find_nan_in
-from slime.weights.manifest import Manifest, TensorEntry
 from tests.ext.fast_push.toy_models import Computing, Fused, Joined, parameter
 from tests.loaded_model.buckets import cut_buckets, fill, whole_buckets
 

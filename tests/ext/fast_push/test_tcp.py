@@ -12,9 +12,9 @@ import torch
 from slime.ext.fast_push.acknowledgements import DigestedBuckets
 from slime.ext.fast_push.gathered_buckets import plan_buckets
 from slime.ext.fast_push.loaders import RECEIVER
+from slime.ext.fast_push.manifest import Manifest
 from slime.ext.fast_push.push import push_weights
 from slime.utils.errors import EngineError, WeightSyncError
-from slime.weights.manifest import Manifest
 from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import Participants, PushClock
 from slime.weights.push.state import Push, PushReport, TrainerRanks

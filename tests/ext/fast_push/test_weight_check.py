@@ -11,13 +11,13 @@ from torch import nn
 from slime.backends.sglang_utils import loader_report
 from slime.backends.sglang_utils.loader_report import CHECK_REPORT
 from slime.ext.fast_push import weight_check
+from slime.ext.fast_push.manifest import Manifest, TensorEntry
 from slime.ext.fast_push.weight_check import (
     compare_weights,
     differing_names,
     fill_with_nan,
     find_nan,
 )
-from slime.weights.manifest import Manifest, TensorEntry
 
 
 class Fused(nn.Module):

@@ -21,11 +21,11 @@ from slime.ext.fast_push import engine_verbs, incoming, weight_receiver
 from slime.ext.fast_push.channel import WeightChannel
 from slime.ext.fast_push.incoming import IncomingBytes, read_bucket
 from slime.ext.fast_push.loaders import RECEIVER
+from slime.ext.fast_push.manifest import Manifest, pack_whole
 from slime.ext.fast_push.messages import PUSH_REPORT, encode
 from slime.ext.fast_push.weight_receiver import ReceivingRank, receive
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.utils.net import get_free_port
-from slime.weights.manifest import Manifest, pack_whole
 from slime.weights.push import wire
 from slime.weights.stored_tensors import read_layout
 from slime.weights.tensor_slice import TensorSlice

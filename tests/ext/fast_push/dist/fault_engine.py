@@ -32,7 +32,7 @@ from slime.ext.fast_push.channel import WeightChannel
 from slime.ext.fast_push.loaders import RECEIVER
 from slime.utils.errors import EngineError, WeightSyncError
 from slime.weights.digest import combine, digest_tensor
-from slime.weights.manifest import Manifest
+from slime.ext.fast_push.manifest import Manifest
 from slime.weights.push.engine import EngineProxy
 
 HALL_TIMEOUT_S = 60

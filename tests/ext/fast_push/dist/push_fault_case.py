@@ -22,9 +22,9 @@ from slime.ext.fast_push.acknowledgements import DigestedBuckets
 from slime.ext.fast_push.verified_push import VerifiedPush
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import WeightSyncError
-from slime.weights.push.carrier import NO_BUCKET
+from slime.ext.fast_push.carrier import NO_BUCKET
 from slime.weights.digest import combine, digest_tensor
-from slime.weights.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry, pack_whole
+from slime.ext.fast_push.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry, pack_whole
 from slime.weights.push.state import Push, TrainerRanks
 from tests.ext.fast_push.dist.fault_engine import FaultyEngine, start_engine
 

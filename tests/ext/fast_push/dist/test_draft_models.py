@@ -17,7 +17,7 @@ from slime.ext.fast_push.verified_push import left_out_tensors
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import WeightSyncError
-from slime.weights.manifest import Manifest
+from slime.ext.fast_push.manifest import Manifest
 from slime.weights.push.wire import by_value
 from tests.loaded_model.buckets import digests, fill, whole_buckets
 from tests.loaded_model.engine import LoadedModel

@@ -25,7 +25,7 @@ from slime.ext.fast_push.weight_check import compare_weights
 from slime.ext.low_precision.folders.run import rewrite_folder
 from slime.ext.low_precision.folders.to_quantized import ToQuantized, to_fp8, to_int4
 from slime.utils.errors import WeightSyncError
-from slime.weights.manifest import Manifest
+from slime.ext.fast_push.manifest import Manifest
 from slime.weights.quantize.block_fp8 import quantize_block
 from tests.loaded_model.buckets import cut_buckets, digests, fill, whole_buckets
 from tests.loaded_model.engine import LoadedModel

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from slime.ext.fast_push.kernels.tables import CastItem, CastTable, CopyItem, as_unsigned
+from slime.ext.fast_push.manifest import align
 from slime.weights.digest import digest_bytes
-from slime.weights.manifest import align
 from slime.weights.quantize.block_fp8 import num_blocks
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

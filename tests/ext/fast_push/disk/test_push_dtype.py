@@ -6,7 +6,6 @@ import json
 import logging
 import shutil
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,8 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
-from slime.ext.disk_push.delta_carrier import make_carrier
 from slime.ext.fast_push.verified_push import VerifiedPush
-from tests.ext.disk_push.dist.disk_engine import DiskEngine
+from tests.ext.fast_push.dist.disk_engine import DiskEngine
 from tests.matrix.case import write_bf16_copy
 from tests.unit.backends.megatron_utils.megatron_case import hf_flags, parse, start_single_process, write_hf_model
 
@@ -60,8 +58,9 @@ class Job:
         load_hf_weights(self.args, self.model, str(folder))
         config = json.loads((folder / "config.json").read_text())
         assert config["dtype"] == checkpoint
-        transport = partial(VerifiedPush.of, carrier=make_carrier)
-        self.updater = WeightUpdater(self.args, self.model, lambda: None, hf_config=config, make_transport=transport)
+        self.updater = WeightUpdater(
+            self.args, self.model, lambda: None, hf_config=config, make_transport=VerifiedPush.of
+        )
         self.engine = DiskEngine(0, local=local, shared=root / "versions", model=folder)
         self.engine.dtype = engine
         self.updater.connect([self.engine], 1)

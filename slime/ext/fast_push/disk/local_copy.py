@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
-from slime.ext.disk_push.delta import apply_delta
-from slime.ext.disk_push.versions import (
+from slime.ext.fast_push.disk.delta import apply_delta
+from slime.ext.fast_push.disk.versions import (
     Version,
     describe_held,
     explained_disk_errors,

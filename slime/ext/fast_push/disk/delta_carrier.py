@@ -20,12 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from slime.ext.disk_push.delta import COMPRESSION, DeltaBase, EncodedDelta
-from slime.ext.disk_push.disk import DiskCarrier, DiskOptions, as_tensor
-from slime.ext.disk_push.versions import PartWriter, version_folder, version_text
+from slime.ext.fast_push.carrier import CarriedPush
+from slime.ext.fast_push.disk.delta import COMPRESSION, DeltaBase, EncodedDelta
+from slime.ext.fast_push.disk.disk import DiskCarrier, DiskOptions, as_tensor
+from slime.ext.fast_push.disk.versions import PartWriter, version_folder, version_text
+from slime.ext.fast_push.manifest import BucketSlice, Manifest
 from slime.utils.errors import DataError, WeightSyncError
-from slime.weights.manifest import BucketSlice, Manifest
-from slime.weights.push.carrier import CarriedPush
 from slime.weights.push.state import TrainerRanks
 from slime.weights.stored_tensors import STORED_DTYPES, StoredTensor, read_bytes, read_layout
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.ext.disk_push.flags import GROUP, add_disk_push_arguments
+from slime.ext.fast_push.disk.flags import GROUP, add_disk_push_arguments
 from slime.flags.group import derive_all, problems_of
 
 OTHERS: dict[str, Any] = {

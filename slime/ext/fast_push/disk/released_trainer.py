@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from slime.ext.disk_push.disk import FolderCarrier, WrittenVersion
-from slime.ext.disk_push.versions import prune_before
+from slime.ext.fast_push.disk.disk import FolderCarrier, WrittenVersion
+from slime.ext.fast_push.disk.versions import prune_before
+from slime.ext.fast_push.push import push_weights
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.deadlines import memory_timeout_s
 from slime.ray.engines.verbs import EngineList
@@ -21,10 +21,7 @@ from slime.ray.utils import RELEASE_GRACE_S, cluster_has_accelerators
 from slime.utils.errors import WeightSyncError
 from slime.utils.misc import Box
 from slime.weights.push.participants import Participants, PushClock
-from slime.weights.push.state import Push, PushReport
-
-PushWeights = Callable[[Push, WrittenVersion, FolderCarrier], PushReport]
-"""The script of a push, ``slime.ext.fast_push.push.push_weights``."""
+from slime.weights.push.state import Push
 
 
 class ReleasedTrainGroup(RayTrainGroup):
@@ -38,9 +35,9 @@ class ReleasedTrainGroup(RayTrainGroup):
 
     leaves_between_steps = True
 
-    def __init__(self, args: Namespace, *arguments: Any, push_weights: PushWeights, **keywords: Any) -> None:
+    def __init__(self, args: Namespace, *arguments: Any, **keywords: Any) -> None:
         super().__init__(args, *arguments, **keywords)
-        self.push = ReleasedPush(self, push_weights)
+        self.push = ReleasedPush(self)
 
     def async_train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> list[ray.ObjectRef]:
         """Train as the base class does; starts the ranks where they have ended."""
@@ -56,9 +53,8 @@ class ReleasedTrainGroup(RayTrainGroup):
 class ReleasedPush(WeightPush):
     """Pushes what the trainer left on disk, from the driver."""
 
-    def __init__(self, trainer: RayTrainGroup, push_weights: PushWeights) -> None:
+    def __init__(self, trainer: RayTrainGroup) -> None:
         super().__init__(trainer)
-        self._push_weights = push_weights
         self._written: WrittenVersion | None = None
         """Version that the trainer wrote to disk last."""
 
@@ -102,7 +98,7 @@ class ReleasedPush(WeightPush):
             checks=args.check_weight_update_equal,
         )
         try:
-            report = self._push_weights(push, self._written, FolderCarrier(push.ranks))
+            report = push_weights(push, self._written, FolderCarrier(push.ranks))
         finally:
             self.excluded = list(push.participants.excluded)
         if not args.update_weight_disk_keep_files:

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from slime.ext.disk_push.delta import new_checksum
+from slime.ext.fast_push.disk.delta import new_checksum
 from slime.utils.errors import ConfigError
 
 

@@ -7,8 +7,8 @@ import pytest
 import xxhash
 import zstandard
 
-from slime.ext.disk_push import delta
-from slime.ext.disk_push.delta import apply_delta, encode_delta
+from slime.ext.fast_push.disk import delta
+from slime.ext.fast_push.disk.delta import apply_delta, encode_delta
 from slime.utils.errors import ConfigError, WeightSyncError
 
 KINDS = ("xor", "overwrite")

@@ -17,8 +17,8 @@ import torch
 from slime.utils.errors import EngineError, ProcessError, WeightSyncError
 from slime.weights.digest import combine, digest_bytes
 from slime.ext.fast_push.loaders import RECEIVER
-from slime.ext.disk_push.local_copy import LocalCopy, PullReport
-from slime.weights.manifest import Manifest
+from slime.ext.fast_push.disk.local_copy import LocalCopy, PullReport
+from slime.ext.fast_push.manifest import Manifest
 from slime.weights.stored_tensors import read_bytes, read_layout
 
 NO_BYTES = np.empty(0, np.uint8)

@@ -25,8 +25,9 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from slime.ext.disk_push.local_copy import pull_weights
-from slime.ext.disk_push.versions import (
+from slime.ext.fast_push.carrier import NO_BUCKET, Buckets, CarriedPush, Carrier
+from slime.ext.fast_push.disk.local_copy import pull_weights
+from slime.ext.fast_push.disk.versions import (
     CHAIN,
     PartWriter,
     begin_version,
@@ -39,11 +40,10 @@ from slime.ext.disk_push.versions import (
     version_folder,
     version_text,
 )
+from slime.ext.fast_push.manifest import BucketSlice, Manifest
 from slime.utils.errors import HookError, WeightSyncError
 from slime.utils.misc import load_function
 from slime.weights.hf_files import copy_assets
-from slime.weights.manifest import BucketSlice, Manifest
-from slime.weights.push.carrier import NO_BUCKET, Buckets, CarriedPush, Carrier
 from slime.weights.push.engine import EngineProxy, Pending
 from slime.weights.push.participants import PUSH_FAILURES
 from slime.weights.push.state import TrainerRanks

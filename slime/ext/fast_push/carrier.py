@@ -1,7 +1,4 @@
-"""What brings the buckets of a verified push to the engines, what it carries, and the state of such a push.
-
-The script of the push (order, digests, failures) and the carriers are extensions.
-"""
+"""What brings the buckets of a verified push to the engines, what it carries, and the state of such a push."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from slime.ext.fast_push.manifest import Manifest
 from slime.utils.errors import WeightSyncError
-from slime.weights.manifest import Manifest
 from slime.weights.push.engine import EngineProxy, Pending
 from slime.weights.push.state import Push, TrainerRanks
 

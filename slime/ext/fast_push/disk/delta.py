@@ -230,7 +230,7 @@ class DeltaBase:
     """The base of the tensors of one process.
 
     Args:
-        encoding: of the changes, see ``slime.ext.disk_push.delta``.
+        encoding: of the changes, see ``slime.ext.fast_push.disk.delta``.
         checksum: of the new bytes.
     """
 

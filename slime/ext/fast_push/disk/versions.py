@@ -30,7 +30,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from slime.ext.disk_push.delta import COMPRESSION, ENCODINGS
+from slime.ext.fast_push.disk.delta import COMPRESSION, ENCODINGS
 from slime.utils.errors import DataError, WeightSyncError
 from slime.utils.files import parse_object, read_outside_file, replace_file, sync_to_disk
 from slime.weights.hf_files import INDEX_FILE

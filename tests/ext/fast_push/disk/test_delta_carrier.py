@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from slime.ext.disk_push import disk
-from slime.ext.disk_push.delta_carrier import DeltaCarrier
-from slime.ext.disk_push.disk import DiskOptions
-from slime.ext.disk_push.versions import read_version, version_folder
 from slime.ext.fast_push.acknowledgements import DigestedBuckets
+from slime.ext.fast_push.disk import disk
+from slime.ext.fast_push.disk.delta_carrier import DeltaCarrier
+from slime.ext.fast_push.disk.disk import DiskOptions
+from slime.ext.fast_push.disk.versions import read_version, version_folder
 from slime.ext.fast_push.push import push_weights
 from slime.weights.hf_files import HfFolderWriter
 from slime.weights.push.participants import Participants, PushClock

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from slime.ext.disk_push.delta import Bytes, DeltaBase
-from slime.ext.disk_push.versions import PartWriter, begin_version, finalize_version, version_folder, version_text
+from slime.ext.fast_push.disk.delta import Bytes, DeltaBase
+from slime.ext.fast_push.disk.versions import PartWriter, begin_version, finalize_version, version_folder, version_text
 from slime.weights.hf_files import INDEX_FILE
 from slime.weights.stored_tensors import read_bytes, read_layout
 

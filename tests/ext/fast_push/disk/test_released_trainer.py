@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.ext.disk_push.released_trainer import ReleasedTrainGroup
+from slime.ext.fast_push.disk.released_trainer import ReleasedTrainGroup
 
 FLAGS = Namespace(
     save=None,
@@ -35,7 +35,7 @@ def test_the_engines_have_their_own_deadline_to_take_room_for_weights(monkeypatc
         return [{}] if isinstance(refs, list) else {}
 
     monkeypatch.setattr("slime.ray.push.wait_for", wait_for)
-    group = ReleasedTrainGroup(FLAGS, 0, 0, pg=None, push_weights=None)
+    group = ReleasedTrainGroup(FLAGS, 0, 0, pg=None)
     group.push.manager = Anything()
     group.update_weights()
     assert given[0] == pytest.approx(3 * (50 + 120) + 30 + 180, abs=1)

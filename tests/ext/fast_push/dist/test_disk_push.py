@@ -148,7 +148,7 @@ class Case:
 
 def deliver(written: Any, engines: list[DiskEngine]) -> list[tuple[int, str]]:
     """What the driver does when the trainer has ended; gives the excluded engines."""
-    from slime.ext.disk_push.disk import FolderCarrier
+    from slime.ext.fast_push.disk.disk import FolderCarrier
     from slime.ext.fast_push.push import push_weights
     from slime.weights.push.participants import Participants, PushClock
     from slime.weights.push.state import Push
@@ -257,7 +257,7 @@ def grow_beyond_the_model(case: Case) -> dict[str, Any]:
 
 def fill_the_disk(case: Case) -> dict[str, Any]:
     """Every kind of writing fails on one rank; then there is room again."""
-    from slime.ext.disk_push import versions
+    from slime.ext.fast_push.disk import versions
 
     assert case.push() == ""
     case.train()

@@ -58,7 +58,7 @@ def add_disk_push_arguments(parser: argparse.ArgumentParser) -> None:
 def check_delta_checksum(args: Namespace) -> Iterator[str]:
     """Yield a message for a checksum of deltas whose package is missing."""
     if args.update_weight_mode == "delta":
-        from slime.ext.disk_push.delta import new_checksum
+        from slime.ext.fast_push.disk.delta import new_checksum
 
         try:
             new_checksum(args.update_weight_delta_checksum)

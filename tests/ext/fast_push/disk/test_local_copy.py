@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from disk_model import Pusher, read_model, write_model
 
-from slime.ext.disk_push import local_copy, versions
-from slime.ext.disk_push.delta import DeltaBase
-from slime.ext.disk_push.local_copy import LocalCopy
-from slime.ext.disk_push.versions import (
+from slime.ext.fast_push.disk import local_copy, versions
+from slime.ext.fast_push.disk.delta import DeltaBase
+from slime.ext.fast_push.disk.local_copy import LocalCopy
+from slime.ext.fast_push.disk.versions import (
     begin_version,
     list_folders,
     prune_before,

@@ -8,8 +8,8 @@ import json
 import pytest
 import torch
 
+from slime.ext.fast_push.manifest import ALIGNMENT, BucketEntry, BucketSlice, Manifest, TensorEntry, pack_whole
 from slime.utils.errors import WeightSyncError
-from slime.weights.manifest import ALIGNMENT, BucketEntry, BucketSlice, Manifest, TensorEntry, pack_whole
 from slime.weights.tensor_slice import TensorSlice
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from slime.ext.disk_push.versions import read_version
+from slime.ext.fast_push.disk.versions import read_version
 from tests.unit.utils.test_hostile_input import ODD, one_line
 
 
