@@ -152,7 +152,7 @@ def run_rank(case: Case, options: argparse.Namespace) -> None:
     from slime.backends.megatron_utils.forward import forward_only
     from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
     from slime.backends.megatron_utils.model import setup_model_and_optimizer
-    from slime.backends.megatron_utils.train_step import train_rollout
+    from slime.backends.megatron_utils.train_step import OptimizerSteps
     from slime.compose import parts
     from slime.ray.parts import load_all
 
@@ -173,10 +173,9 @@ def run_rank(case: Case, options: argparse.Namespace) -> None:
         if "log_probs" in data:
             pairs = zip(data["log_probs"], data["rewards"], strict=True)
             data["advantages"] = data["returns"] = [torch.full_like(x, reward) for x, reward in pairs]
-        train_rollout(
-            args, step, model, optimizer, scheduler, iterators, data["num_microbatches"], [len(lengths)],
-            loss_type=args.loss_type, on_step=lambda *_: None,
-        )  # fmt: skip
+        data["global_batch_sizes"] = [len(lengths)]
+        steps = OptimizerSteps(args, model, optimizer, scheduler)
+        steps.take(step, data, iterators, loss_type=args.loss_type, on_step=lambda *_: None)
         torch.cuda.synchronize()
     del data, iterators
     free, total = torch.cuda.mem_get_info()

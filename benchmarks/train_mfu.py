@@ -299,7 +299,7 @@ def run_step(
     from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
     from slime.backends.megatron_utils.forward import forward_only
     from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
-    from slime.backends.megatron_utils.train_step import train_rollout
+    from slime.backends.megatron_utils.train_step import OptimizerSteps
 
     args, model, weights = trained.args, trained.model, trained.weights
     dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
@@ -324,10 +324,9 @@ def run_step(
         for context in around:
             stack.enter_context(context)
         stack.enter_context(step.timed("step"))
-        train_rollout(
-            args, number, model, trained.optimizer, trained.scheduler, iterators, data["num_microbatches"],
-            [len(lengths)], loss_type=args.loss_type, on_step=lambda *_: None,
-        )  # fmt: skip
+        data["global_batch_sizes"] = [len(lengths)]
+        steps = OptimizerSteps(args, model, trained.optimizer, trained.scheduler)
+        steps.take(number, data, iterators, loss_type=args.loss_type, on_step=lambda *_: None)
     step.tower = trained.clock.take() if trained.clock is not None else {}
     return step
 

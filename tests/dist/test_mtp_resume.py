@@ -23,7 +23,7 @@ def train(hf: str, save: str, flags: tuple[object, ...], *, trains_mtp: bool, re
     from slime.backends.megatron_utils.checkpoint import load_checkpoint, publish_checkpoint, save_checkpoint
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.backends.megatron_utils.model import build_model, build_optimizer, build_scheduler
-    from slime.backends.megatron_utils.train_step import train_rollout
+    from slime.backends.megatron_utils.train_step import OptimizerSteps
     from tests.matrix import trainer
     from tests.matrix.batch import make_train_data
     from tests.matrix.case import load_cases
@@ -42,9 +42,8 @@ def train(hf: str, save: str, flags: tuple[object, ...], *, trains_mtp: bool, re
 
     def two_steps() -> None:
         for _ in range(2):
-            train_rollout(
-                args, 0, model, optimizer, scheduler, get_data_iterator(data, len(model)),
-                data["num_microbatches"], data["global_batch_sizes"], loss_type=args.loss_type,
+            OptimizerSteps(args, model, optimizer, scheduler).take(
+                0, data, get_data_iterator(data, len(model)), loss_type=args.loss_type,
                 on_step=lambda _, result: figures.append({**result.metrics, "grad_norm": result.grad_norm}),
             )  # fmt: skip
 

@@ -29,7 +29,7 @@ from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model, build_optimizer, build_scheduler
 from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
-from slime.backends.megatron_utils.train_step import StepResult, train_rollout, wire_schedules
+from slime.backends.megatron_utils.train_step import OptimizerSteps, StepResult, wire_schedules
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.compose import parts
 from slime.ray.parts import load_all
@@ -184,18 +184,9 @@ def measure(case: FamilyCase, source: Path, flags: Sequence[object]) -> Measured
         result.numbers |= {f"{rollout}/{name}": value for name, value in outcome.metrics.items()}
 
     for rollout in range(NUM_ROLLOUTS):
-        train_rollout(
-            args,
-            rollout,
-            model,
-            optimizer,
-            scheduler,
-            get_data_iterator(data, len(model)),
-            data["num_microbatches"],
-            data["global_batch_sizes"],
-            loss_type=args.loss_type,
-            on_step=on_step,
-        )
+        iterators = get_data_iterator(data, len(model))
+        steps = OptimizerSteps(args, model, optimizer, scheduler)
+        steps.take(rollout, data, iterators, loss_type=args.loss_type, on_step=on_step)
     result.log_probs.append(whole_log_probs(data, trainer.response_log_probs(args, model, data)))
     if not mpu.is_pipeline_last_stage():
         result.numbers, result.log_probs = {}, []

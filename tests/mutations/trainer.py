@@ -190,9 +190,9 @@ TRAINER_BUGS = (
     ),
     Mutation(
         bug="the schedule advances by one where it counts samples",
-        target=f"{TRAINER}.train_step:train_one_step",
-        old="opt_param_scheduler.step(increment=step_global_batch_size)",
-        new="opt_param_scheduler.step(increment=1)",
+        target=f"{TRAINER}.train_step:OptimizerSteps._take_one",
+        old="self.scheduler.step(increment=step_global_batch_size)",
+        new="self.scheduler.step(increment=1)",
         tests=(f"{UNIT}test_train_step.py::test_two_steps_a_rollout_split_its_samples",),
         is_slow=True,
     ),

@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.policies import ModelSwitch, Policies
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.train_metrics import TOKEN_COLUMNS, ExpertLoad
 from slime.backends.megatron_utils.train_reports import TrainReports, dump_train_data
-from slime.backends.megatron_utils.train_step import StepResult, train_rollout
+from slime.backends.megatron_utils.train_step import OptimizerSteps, StepResult
 from slime.flags.observability import metrics_config
 from slime.observability.telemetry import span
 from slime.train_data.device_batch import DeviceBatch
@@ -196,16 +196,6 @@ class RolloutTraining:
             last.update(self._reports.step(rollout_id, step_id, result, changed, learning_rates=rates, data=data))
 
         self.weights.record_changed()
-        train_rollout(
-            self.args,
-            rollout_id,
-            self.model,
-            optimizer,
-            self.scheduler,
-            iterators,
-            data.num_microbatches,
-            data.global_batch_sizes,
-            loss_type=loss_type,
-            on_step=on_step,
-        )
+        steps = OptimizerSteps(self.args, self.model, optimizer, self.scheduler)
+        steps.take(rollout_id, data, iterators, loss_type=loss_type, on_step=on_step)
         return last

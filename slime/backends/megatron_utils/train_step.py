@@ -33,6 +33,7 @@ from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.observability.pulse import Pulse
 from slime.observability.telemetry import DeviceTimes, span, wants
+from slime.train_data.device_batch import DeviceBatch
 from slime.utils.errors import StepError
 from slime.utils.misc import call_hook
 
@@ -78,69 +79,101 @@ def _not_finite(moment: str, what: str, value: float) -> StepError:
     )
 
 
-def train_one_step(
-    args: Namespace,
-    rollout_id: int,
-    step_id: int,
-    data_iterator: Sequence[DataIterator],
-    model: Sequence[torch.nn.Module],
-    optimizer: MegatronOptimizer,
-    opt_param_scheduler: OptimizerParamScheduler,
-    num_microbatches: int,
-    step_global_batch_size: int,
-    *,
-    loss_type: str,
-) -> StepResult:
-    """Accumulate the gradients of all micro-batches, take one optimizer step and one step of the schedule.
+@dataclass(frozen=True, slots=True)
+class OptimizerSteps:
+    """The optimizer steps of one rank."""
 
-    Args:
-        data_iterator: one for each chunk, standing at the step's first micro-batch.
-        opt_param_scheduler: advanced by ``step_global_batch_size`` samples, unless the step is skipped.
-        num_microbatches: of this step on this rank.
-        step_global_batch_size: rollouts of this step on all ranks.
-        loss_type: key of ``loss.LOSSES``.
+    args: Namespace
+    """The run's arguments."""
+    model: Sequence[torch.nn.Module]
+    """This rank's chunks."""
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    """Of the learning rate; a step that is not skipped advances it by the step's rollouts."""
 
-    Raises:
-        StepError: the loss or the gradient is not finite (unless --on-nan skip), or ranks that must hold the same
-            weights do not; the weights are as before the step.
-    """
-    moment = f"rollout {rollout_id}, optimizer step {step_id}"
+    def take(
+        self,
+        rollout_id: int,
+        data: DeviceBatch,
+        iterators: Sequence[DataIterator],
+        *,
+        loss_type: str,
+        on_step: Callable[[int, StepResult], None],
+    ) -> None:
+        """Take all steps of one rollout.
+
+        Args:
+            iterators: one for each chunk; restarted.
+            loss_type: key of ``loss.LOSSES``.
+            on_step: called with the number of each step, and its result.
+
+        Raises:
+            StepError: the loss or the gradient is not finite (unless --on-nan skip), or ranks that must hold the same
+                weights do not; the weights are as before the step.
+        """
+        for iterator in iterators:
+            iterator.reset()
+        for chunk in self.model:
+            chunk.train()
+        wire_schedules(self.model, self.optimizer, align_grad_reduce=self.args.align_grad_reduce)
+        if self.args.reset_optimizer_states:
+            reset_optimizer_states(self.optimizer)
+        for step_id, sizes in enumerate(zip(data["num_microbatches"], data["global_batch_sizes"], strict=True)):
+            with recorded_step(self.model, self.optimizer):
+                result = self._take_one(rollout_id, step_id, iterators, *sizes, loss_type=loss_type)
+            on_step(step_id, result)
+            Pulse().mark(None)
+
+    def _take_one(
+        self,
+        rollout_id: int,
+        step_id: int,
+        iterators: Sequence[DataIterator],
+        num_microbatches: int,
+        step_global_batch_size: int,
+        *,
+        loss_type: str,
+    ) -> StepResult:
+        """Accumulate the gradients of all micro-batches, take one optimizer step and one step of the schedule."""
+        args, model, optimizer = self.args, self.model, self.optimizer
+        moment = f"rollout {rollout_id}, optimizer step {step_id}"
+        _zero_gradients(model, optimizer)
+        if path := args.custom_megatron_before_train_step_hook_path:
+            flag = "--custom-megatron-before-train-step-hook-path"
+            call_hook(flag, path, args, rollout_id, step_id, list(model), optimizer, self.scheduler)
+        reports = accumulate_gradients(
+            args, moment, iterators, model, num_microbatches, step_global_batch_size, loss_type=loss_type
+        )
+        marks = Marks.gather(model, [report["loss"] for report in reports])
+        with optimizer_time(model):
+            is_applied, grad_norm = _apply_gradients(
+                moment,
+                optimizer,
+                marks,
+                max_norm=args.clip_grad,
+                # fp16 finds its loss scale by overflowing: there a skipped step is no fault.
+                may_skip=not args.check_for_nan_in_loss_and_grad or args.fp16,
+            )
+        if is_applied:
+            self.scheduler.step(increment=step_global_batch_size)
+        _zero_gradients(model, optimizer)
+        metrics: dict[str, float] = {}
+        if mpu.is_pipeline_last_stage(ignore_virtual=True):
+            metrics = reduce_step_metrics(
+                reports,
+                step_global_batch_size=step_global_batch_size,
+                per_token=args.calculate_per_token_loss,
+                cp_size=mpu.get_context_parallel_world_size(),
+                group=mpu.get_data_parallel_group(with_context_parallel=True),
+            )
+        not_finite = () if is_applied else tuple(sorted({rank for mark in marks for rank in mark.not_finite()}))
+        return StepResult(metrics, grad_norm, is_applied, not_finite)
+
+
+def _zero_gradients(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    if path := args.custom_megatron_before_train_step_hook_path:
-        flag = "--custom-megatron-before-train-step-hook-path"
-        call_hook(flag, path, args, rollout_id, step_id, list(model), optimizer, opt_param_scheduler)
-
-    reports = accumulate_gradients(
-        args, moment, data_iterator, model, num_microbatches, step_global_batch_size, loss_type=loss_type
-    )
-    marks = Marks.gather(model, [report["loss"] for report in reports])
-    with optimizer_time(model):
-        is_applied, grad_norm = _apply_gradients(
-            moment,
-            optimizer,
-            marks,
-            max_norm=args.clip_grad,
-            # fp16 finds its loss scale by overflowing: there a skipped step is no fault.
-            may_skip=not args.check_for_nan_in_loss_and_grad or args.fp16,
-        )
-    if is_applied:
-        opt_param_scheduler.step(increment=step_global_batch_size)
-    for chunk in model:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    metrics: dict[str, float] = {}
-    if mpu.is_pipeline_last_stage(ignore_virtual=True):
-        metrics = reduce_step_metrics(
-            reports,
-            step_global_batch_size=step_global_batch_size,
-            per_token=args.calculate_per_token_loss,
-            cp_size=mpu.get_context_parallel_world_size(),
-            group=mpu.get_data_parallel_group(with_context_parallel=True),
-        )
-    not_finite = () if is_applied else tuple(sorted({rank for mark in marks for rank in mark.not_finite()}))
-    return StepResult(metrics, grad_norm, is_applied, not_finite)
 
 
 def accumulate_gradients(
@@ -153,7 +186,14 @@ def accumulate_gradients(
     *,
     loss_type: str,
 ) -> list[dict[str, Any]]:
-    """Fill the gradient buffers; returns the micro-batches' reports, with the ``loss``, on the last pipeline stage."""
+    """Fill the gradient buffers with those of one step; returns the micro-batches' reports, with the ``loss``, on the
+    last pipeline stage.
+
+    Args:
+        data_iterator: one for each chunk, standing at the step's first micro-batch.
+        num_microbatches: of the step on this rank.
+        step_global_batch_size: rollouts of the step on all ranks.
+    """
     if args.enable_mtp_training:
         send_embedding_to_mtp(model)
     packing = packing_of(args)
@@ -244,45 +284,6 @@ def reset_optimizer_states(optimizer: MegatronOptimizer) -> None:
                         state[name].zero_()
                     elif name in state:
                         state[name] = 0
-
-
-def train_rollout(
-    args: Namespace,
-    rollout_id: int,
-    model: Sequence[torch.nn.Module],
-    optimizer: MegatronOptimizer,
-    opt_param_scheduler: OptimizerParamScheduler,
-    data_iterator: Sequence[DataIterator],
-    num_microbatches: Sequence[int],
-    global_batch_sizes: Sequence[int],
-    *,
-    loss_type: str,
-    on_step: Callable[[int, StepResult], None],
-) -> None:
-    """Take all optimizer steps of one rollout."""
-    for iterator in data_iterator:
-        iterator.reset()
-    for chunk in model:
-        chunk.train()
-    wire_schedules(model, optimizer, align_grad_reduce=args.align_grad_reduce)
-    if args.reset_optimizer_states:
-        reset_optimizer_states(optimizer)
-    for step_id, (count, batch_size) in enumerate(zip(num_microbatches, global_batch_sizes, strict=True)):
-        with recorded_step(model, optimizer):
-            result = train_one_step(
-                args,
-                rollout_id,
-                step_id,
-                data_iterator,
-                model,
-                optimizer,
-                opt_param_scheduler,
-                count,
-                batch_size,
-                loss_type=loss_type,
-            )
-        on_step(step_id, result)
-        Pulse().mark(None)
 
 
 # Seconds of forward, backward, communication and the optimizer, for the run's record.

@@ -23,7 +23,7 @@ from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.model import build_scheduler, setup_model_and_optimizer
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.train_metrics import perf_metrics, reduce_step_metrics, rollout_metrics
-from slime.backends.megatron_utils.train_step import reset_optimizer_states, train_rollout
+from slime.backends.megatron_utils.train_step import OptimizerSteps, reset_optimizer_states
 from slime.utils.errors import ConfigError, StepError
 
 
@@ -46,10 +46,9 @@ def train(args: Namespace, model: Any, optimizer: Any, scheduler: Any, rollout_i
     data = prepare_rollout_data(cut(args, make_train_data(), parallel)[0])
     compute_advantages_and_returns(args, data)
     results: list[Any] = []
-    train_rollout(
-        args, rollout_id, model, optimizer, scheduler, get_data_iterator(data, 1), data["num_microbatches"],
-        data["global_batch_sizes"], loss_type="policy_loss", on_step=lambda _, result: results.append(result),
-    )  # fmt: skip
+    steps = OptimizerSteps(args, model, optimizer, scheduler)
+    iterators = get_data_iterator(data, 1)
+    steps.take(rollout_id, data, iterators, loss_type="policy_loss", on_step=lambda _, result: results.append(result))
     return results
 
 
