@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from slime.ext.record.accounting import GpuClass, Span, gpu_classes
 from slime.ext.record.run_record import CONFIG_FILE
-from slime.ext.record.sample_record import rollout_of, samples_path
+from slime.ext.record.sample_record import BEFORE_ALL, rollout_of, samples_path
 from slime.ext.record.writer import EVENTS_FILE, SAMPLES_FOLDER, SPANS_FILE
 from slime.observability.metrics_file import FILE_NAME, START_KEY, merge_by_step, parse_record, read_records
 from slime.utils.errors import DataError
@@ -35,6 +35,7 @@ class Run:
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Optimizer step -> metrics."""
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """The rollout before it, ``BEFORE_ALL`` before the first one -> metrics."""
 
     @property
     def steps_per_rollout(self) -> int:
@@ -176,9 +177,24 @@ def read_run(folder: Path, *, with_spans: bool = True) -> Run:
         run.spans = list(_read_spans(spans))
     run.rollouts = _by_rollout(run, merge_by_step(records, "rollout/step"))
     run.steps = merge_by_step(records, "train/step")
-    run.evaluations = _by_rollout(run, merge_by_step(records, "eval/step"))
+    run.evaluations = _evaluations_of(run, records)
     run.config.setdefault("run_id", next((one[START_KEY] for one in records if START_KEY in one), None))
     return run
+
+
+def _evaluations_of(run: Run, records: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return the evaluations by rollout.  One before the first rollout has its step, and no rollout was logged yet."""
+    first: dict[str, Any] = {}
+    others: list[dict[str, Any]] = []
+    has_begun = False
+    for record in records:
+        has_begun = START_KEY not in record and (has_begun or "rollout/step" in record)
+        if record.get("eval/step") == 0 and not has_begun:
+            first.update(record)
+        else:
+            others.append(record)
+    found = _by_rollout(run, merge_by_step(others, "eval/step"))
+    return {BEFORE_ALL: first} | found if first else found
 
 
 def _by_rollout(run: Run, metrics: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
