@@ -168,9 +168,7 @@ DATA = (
         target="examples.train_infer_mismatch_helper.formulas:ratio_at",
         old="exponent / mask_R.sum().clamp(min=1)",
         new="exponent",
-        tests=(
-            "tests/unit/examples/test_mis_formulas.py::test_ratios_of_a_token_of_a_sequence_and_of_its_geometric_mean",
-        ),
+        tests=("tests/oracle/test_mismatch.py::test_weights_masks_and_metrics[0]",),
         cells=(("cp2", "mis_geometric"),),
     ),
     Mutation(
