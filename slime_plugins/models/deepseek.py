@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import SIGMOID
-from slime.backends.megatron_utils.models.rule import LATENT_MOE, TEXT_PART
 from slime.utils.files import language_config
+from slime_plugins.models.shared_flags import SIGMOID
+from slime_plugins.models.shared_weights import LATENT_MOE, TEXT_PART
 
 DEEPSEEK = replace(LATENT_MOE, family="DeepSeek-V3 and models laid out like it")
 

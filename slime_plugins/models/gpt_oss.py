@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import Config, Flag, choices, expert_layers, windows
-from slime.backends.megatron_utils.models.rule import ATTENTION, NORMS, TOP, Rule, WeightMap, relaid_rule
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag, choices, expert_layers
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.train_data.model_dims import ModelDims
+from slime_plugins.models.shared_flags import windows
+from slime_plugins.models.shared_weights import ATTENTION, NORMS, TOP, relaid_rule
 
 
 def halves_joined(turns: Tensor, shape: ModelDims) -> Tensor:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import Config, Flag
-from slime.backends.megatron_utils.models.rule import DENSE, Rule, relaid_rule
+from slime.backends.megatron_utils.models.rule import Rule
 from slime.train_data.model_dims import ModelDims
+from slime_plugins.models.shared_weights import DENSE, relaid_rule
 
 
 def _swap_halves(weight: Tensor, shape: ModelDims) -> Tensor:

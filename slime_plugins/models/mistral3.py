@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config, Flag, hf_rope_settings, window_is_idle
-from slime.backends.megatron_utils.models.rule import DENSE, TEXT_PART
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag, hf_rope_settings
+from slime_plugins.models.shared_flags import NO_BIASES, window_is_idle
+from slime_plugins.models.shared_weights import DENSE, TEXT_PART
 
 
 def mistral3_flags(config: Config) -> Iterator[Flag | str]:

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import (
-    LOCAL_EXPERT_SIZES,
-    NO_BIASES,
-    SOFTMAX,
-    Config,
-    Flag,
-    expert_layers,
-    window_is_idle,
-)
-from slime.backends.megatron_utils.models.rule import ATTENTION, BLOCK_SPARSE_EXPERTS, NORMS, TOP, WeightMap
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag, expert_layers
+from slime.backends.megatron_utils.models.rule import WeightMap
+from slime_plugins.models.shared_flags import LOCAL_EXPERT_SIZES, NO_BIASES, SOFTMAX, window_is_idle
+from slime_plugins.models.shared_weights import ATTENTION, BLOCK_SPARSE_EXPERTS, NORMS, TOP
 
 
 def mixtral_flags(config: Config) -> Iterator[Flag | str]:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, window_is_idle
-from slime.backends.megatron_utils.models.rule import JOINED_MLP, NORMS, TOP, Rule, WeightMap, relaid_rule
-from slime.backends.megatron_utils.models.weight_layouts import merge_qkv, split_qkv
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.train_data.model_dims import ModelDims
+from slime_plugins.models.shared_flags import NO_BIASES, window_is_idle
+from slime_plugins.models.shared_weights import JOINED_MLP, NORMS, TOP, merge_qkv, relaid_rule, split_qkv
 
 
 def merge_stacked_qkv(stacked: Tensor, shape: ModelDims) -> Tensor:

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, PLAIN, SOFTMAX, window_is_idle
-from slime.backends.megatron_utils.models.rule import DENSE, SOFTMAX_MOE
+from slime.backends.megatron_utils.models.flag_rules import PLAIN
+from slime_plugins.models.shared_flags import NO_BIASES, SOFTMAX, window_is_idle
+from slime_plugins.models.shared_weights import DENSE, SOFTMAX_MOE
 
 QWEN = replace(DENSE, family="dense Llama, Mistral, Qwen2 and Qwen3")
 QWEN_MOE = replace(SOFTMAX_MOE, family="Qwen2 MoE and Qwen3 MoE")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.rule import DENSE
+from slime_plugins.models.shared_weights import DENSE
 
 VISION = {
     **{"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_channels": 3},

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, SOFTMAX, Config, hf_rope_settings
-from slime.backends.megatron_utils.models.rule import COMPOSITE, DENSE, SOFTMAX_MOE
+from slime.backends.megatron_utils.models.flag_rules import Config, hf_rope_settings
+from slime_plugins.models.shared_flags import NO_BIASES, SOFTMAX
+from slime_plugins.models.shared_weights import COMPOSITE, DENSE, SOFTMAX_MOE
 
 QWEN3_VL = replace(DENSE, family="Qwen3-VL", **COMPOSITE)
 QWEN3_VL_MOE = replace(SOFTMAX_MOE, family="Qwen3-VL MoE", **COMPOSITE)

@@ -86,6 +86,7 @@ BUILT_ON = {
     "qwen3_5_vl": {"qwen3_5"},
 }
 """Family -> those whose tables or layers it starts from; each of the others can be deleted with nothing else."""
+NO_FAMILIES = ("__init__", "shared_flags", "shared_weights")
 
 
 def inside(module: str, packages: tuple[str, ...]) -> bool:
@@ -174,7 +175,7 @@ def families_in_the_core(repo: Path) -> list[str]:
 def who_imports_families(repo: Path) -> dict[str, set[str]]:
     """Return the families that each other family, or module of anything else, imports."""
     home = repo / "slime_plugins/models"
-    families = {path.stem for path in home.iterdir() if path.stem != "__init__"}
+    families = {path.stem for path in home.iterdir() if path.stem not in NO_FAMILIES}
     found: dict[str, set[str]] = {}
     for path in python_files(repo):
         module = module_name(path, repo)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
-from slime.backends.megatron_utils.models.rule import ATTENTION, MLP, NORMS, TOP
+from slime_plugins.models.shared_weights import ATTENTION, MLP, NORMS, TOP
 
 SHIFT = Rule("input_layernorm.shift", ("input_layernorm.shift",))
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import PLAIN, Config, Flag
-from slime.backends.megatron_utils.models.rule import Rule, WeightMap, gate_up_rule
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
+from slime_plugins.models.shared_weights import gate_up_rule
 
 SPARSE, HEAVY, WINDOW = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
 """Entries of ``layer_types``: entries that an indexer chooses, all entries, none."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import Config, Flag, windows
-from slime.backends.megatron_utils.models.rule import ATTENTION, MLP, TOP, Rule, WeightMap
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
+from slime_plugins.models.shared_flags import windows
+from slime_plugins.models.shared_weights import ATTENTION, MLP, TOP
 
 LOCAL_ROTARY_BASE = 10000.0
 """Of the layers with a window, in all published models."""

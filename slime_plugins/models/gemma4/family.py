@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import Config, Flag, facts, windows
-from slime.backends.megatron_utils.models.rule import ATTENTION, COMPOSITE, MLP, Rule, WeightMap, gate_up_rule
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag, facts
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime_plugins.models.gemma3.family import FOUR_NORMS, LOCAL_ROTARY_BASE
+from slime_plugins.models.shared_flags import windows
+from slime_plugins.models.shared_weights import ATTENTION, COMPOSITE, MLP, gate_up_rule
 
 _MODEL = "model.language_model."
 _EXPERTS = (

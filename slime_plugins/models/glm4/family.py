@@ -11,8 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import PLAIN, SIGMOID
-from slime.backends.megatron_utils.models.rule import (
+from slime.backends.megatron_utils.models.flag_rules import PLAIN
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
+from slime_plugins.models.shared_flags import SIGMOID
+from slime_plugins.models.shared_weights import (
     ATTENTION,
     COMPOSITE,
     JOINED_MLP,
@@ -22,8 +24,6 @@ from slime.backends.megatron_utils.models.rule import (
     NORMS,
     SIGMOID_EXPERTS,
     TOP,
-    Rule,
-    WeightMap,
 )
 
 GLM4 = WeightMap(

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import SIGMOID
-from slime.backends.megatron_utils.models.rule import LATENT_MOE, Rule, relaid_rule
-from slime.backends.megatron_utils.models.weight_layouts import turning_part_first, turning_part_last
+from slime.backends.megatron_utils.models.rule import Rule
 from slime_plugins.models.glm5.index_sharing import index_sharing
+from slime_plugins.models.shared_flags import SIGMOID
+from slime_plugins.models.shared_weights import LATENT_MOE, relaid_rule, turning_part_first, turning_part_last
 
 INDEXER = (
     *(

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import (
-    LOCAL_EXPERT_SIZES,
-    SIGMOID_CHOICES,
-    Config,
-    Flag,
-    choices,
-    expert_layers,
-)
-from slime.backends.megatron_utils.models.rule import ATTENTION, BLOCK_SPARSE_EXPERTS, NORMS, TOP, Rule, WeightMap
+from slime.backends.megatron_utils.models.flag_rules import SIGMOID_CHOICES, Config, Flag, choices, expert_layers
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
+from slime_plugins.models.shared_flags import LOCAL_EXPERT_SIZES
+from slime_plugins.models.shared_weights import ATTENTION, BLOCK_SPARSE_EXPERTS, NORMS, TOP
 
 SPEC = "slime_plugins.models.minimax_m2 get_minimax_m2_spec"
 

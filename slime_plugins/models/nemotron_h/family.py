@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import SIGMOID, Config, Flag, sigmoid_experts
-from slime.backends.megatron_utils.models.rule import Rule, WeightMap, qkv_rule, relaid_rule
-from slime.backends.megatron_utils.models.weight_layouts import check_rows
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag, sigmoid_experts
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
+from slime_plugins.models.shared_flags import SIGMOID
+from slime_plugins.models.shared_weights import check_rows, qkv_rule, relaid_rule
 
 KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 """Letter of ``hybrid_override_pattern`` -> entry of ``layers_block_type``."""

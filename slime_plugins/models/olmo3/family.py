@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slime.backends.megatron_utils.models.family import ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, Config, Flag, windows
-from slime.backends.megatron_utils.models.rule import ATTENTION, MLP, TOP, Rule, WeightMap
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
+from slime_plugins.models.shared_flags import NO_BIASES, windows
+from slime_plugins.models.shared_weights import ATTENTION, MLP, TOP
 
 OLMO3 = WeightMap(
     family="OLMo 3",

@@ -20,18 +20,8 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import NO_BIASES, SOFTMAX, Config, Flag
-from slime.backends.megatron_utils.models.rule import (
-    COMPOSITE,
-    EXPERTS,
-    GATED_SHARED_EXPERT,
-    MLP,
-    NORMS,
-    ROUTER,
-    SHARED_GATE,
-    Rule,
-)
-from slime.backends.megatron_utils.models.weight_layouts import check_rows
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag
+from slime.backends.megatron_utils.models.rule import Rule
 from slime.train_data.model_dims import ModelDims
 from slime_plugins.models.qwen3_next.family import (
     DELTA_NET,
@@ -42,6 +32,17 @@ from slime_plugins.models.qwen3_next.family import (
     linear_flags,
 )
 from slime_plugins.models.qwen3_vl import TOWER
+from slime_plugins.models.shared_flags import NO_BIASES, SOFTMAX
+from slime_plugins.models.shared_weights import (
+    COMPOSITE,
+    EXPERTS,
+    GATED_SHARED_EXPERT,
+    MLP,
+    NORMS,
+    ROUTER,
+    SHARED_GATE,
+    check_rows,
+)
 
 
 def merge_in_proj(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, shape: ModelDims) -> Tensor:

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
-from slime.backends.megatron_utils.models.flag_rules import SOFTMAX, Config, Flag, fact, facts
-from slime.backends.megatron_utils.models.rule import (
+from slime.backends.megatron_utils.models.flag_rules import Config, Flag, fact, facts
+from slime.backends.megatron_utils.models.rule import Rule, WeightMap
+from slime.train_data.model_dims import ModelDims
+from slime_plugins.models.shared_flags import SOFTMAX
+from slime_plugins.models.shared_weights import (
     EXPERTS,
     GATED_SHARED_EXPERT,
     MLP,
@@ -25,12 +28,11 @@ from slime.backends.megatron_utils.models.rule import (
     ROUTER,
     SHARED_GATE,
     TOP,
-    Rule,
-    WeightMap,
+    check_rows,
+    merge_qkv,
     relaid_rule,
+    split_qkv,
 )
-from slime.backends.megatron_utils.models.weight_layouts import check_rows, merge_qkv, split_qkv
-from slime.train_data.model_dims import ModelDims
 
 
 def merge_gated_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelDims) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import PLAIN
-from slime.backends.megatron_utils.models.rule import DENSE
+from slime_plugins.models.shared_weights import DENSE
 
 FAMILIES = (
     ModelFamily(

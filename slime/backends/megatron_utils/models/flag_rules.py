@@ -54,7 +54,6 @@ DECODER: Mapping[str, Any] = {
 """Attributes of every family that does not say otherwise."""
 PLAIN: Mapping[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
 """Keys of config.json with the one value that layers can have, unless their family says otherwise."""
-NO_BIASES: Mapping[str, Any] = {**PLAIN, "attention_bias": False}
 
 _SIZES = {
     # key of config.json -> attribute of args
@@ -76,15 +75,6 @@ _LATENT_SIZES = {
 }
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of megatron-core's --use-rope-scaling."""
-SOFTMAX: Mapping[str, Any] = {"moe_router_score_function": "softmax"}
-SIGMOID: Mapping[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-"""Attributes of families whose experts are chosen by sigmoid scores with a bias."""
-LOCAL_EXPERT_SIZES: Mapping[str, str] = {
-    "num_local_experts": "num_experts",
-    "num_experts_per_tok": "moe_router_topk",
-    "intermediate_size": "moe_ffn_hidden_size",
-}
-"""Key of config.json -> attribute of args, where ``intermediate_size`` is an expert's."""
 EXPERT_CHOICES: Mapping[str, Any] = {"moe_router_dtype": "fp32", "moe_grouped_gemm": True}
 """Flags of experts for a run without model flags."""
 SIGMOID_CHOICES: Mapping[str, Any] = {
@@ -171,25 +161,6 @@ def rotary_positions(config: Config) -> Iterator[Flag | str]:
             yield Flag("position_embedding_type", "rope", "rope_type is default")
     else:
         yield f"--use-rope-scaling knows positions of type llama3 only; rope_type is {kind}"
-
-
-def window_is_idle(config: Config) -> Iterator[str]:
-    """Refuse a window that is shorter than the longest sequence: engines of these families do not apply it."""
-    width, longest = config.get("sliding_window"), config.get("max_position_embeddings")
-    if width and (longest is None or width < longest):
-        yield f"sliding_window is {width} of max_position_embeddings {longest}; attention is not cut to windows here"
-
-
-def windows(config: Config, every: int) -> Iterator[Flag | str]:
-    """Yield the window of attention, in all layers but each ``every``-th; ``layer_types`` outranks ``every``."""
-    width, types = config.get("sliding_window"), config.get("layer_types") or []
-    if "full_attention" in types:
-        every = types.index("full_attention") + 1
-    if any((kind == "full_attention") != ((layer + 1) % every == 0) for layer, kind in enumerate(types)):
-        yield f"layer_types has full attention in other layers than each {every}th; --window-attn-skip-freq cannot"
-    if width:
-        yield Flag("window_size", (width - 1, 0), f"sliding_window is {width}: {width - 1},0")
-        yield Flag("window_attn_skip_freq", every, f"each {every}th layer has full attention")
 
 
 def yarn_flags(settings: Mapping[str, Any]) -> Iterator[Flag]:

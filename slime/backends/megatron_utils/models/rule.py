@@ -2,7 +2,7 @@
 
 A family is a :class:`WeightMap`: a list of rules, each of which says that one Megatron parameter is made of certain HF
 tensors.  Loading merges these, exporting splits it, so that the exporter is the loader's inverse by construction.
-At the end are the rules that several families share: the dense decoder's, those of experts, those of MTP layers.
+Rules that several families share are beside them, in ``slime_plugins.models``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from slime.backends.megatron_utils.models.weight_layouts import merge_gate_up, merge_qkv, split_gate_up, split_qkv
 from slime.train_data.model_dims import ModelDims
 
 if TYPE_CHECKING:
@@ -48,21 +47,6 @@ class Rule:
     padding)."""
     split: Split = lambda tensor, shape: (tensor,)
     """The inverse of ``merge``: moves numbers, changes none."""
-
-
-def qkv_rule(megatron: str, prefix: str, kind: str) -> Rule:
-    """Return the rule of query, key and value of grouped-query attention; ``kind`` is ``weight`` or ``bias``."""
-    return Rule(megatron, tuple(f"{prefix}{x}_proj.{kind}" for x in "qkv"), merge=merge_qkv, split=split_qkv)
-
-
-def relaid_rule(megatron: str, hf: str, merge: Merge, split: Callable[[Tensor, ModelDims], Tensor]) -> Rule:
-    """Return the rule of a parameter that is one HF tensor, its elements in other places."""
-    return Rule(megatron, (hf,), merge=merge, split=lambda tensor, shape: (split(tensor, shape),))
-
-
-def gate_up_rule(megatron: str, gate: str, up: str) -> Rule:
-    """Return the rule of a gated MLP's first matrix, made of both its halves."""
-    return Rule(megatron, (gate, up), merge=merge_gate_up, split=split_gate_up)
 
 
 @dataclass(frozen=True)
@@ -254,139 +238,3 @@ def from_hf(weight_map: WeightMap, name: str, get: Callable[[str], Tensor], shap
         name = EMBEDDING
     rule, hf_names = weight_map.find(name, shape)
     return rule.merge(*(get(hf_name) for hf_name in hf_names), shape)
-
-
-TOP = (
-    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
-    Rule("output_layer.weight", ("lm_head.weight",)),
-    Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
-)
-COMPOSITE: dict[str, Any] = {
-    "top": (
-        Rule("embedding.word_embeddings.weight", ("model.language_model.embed_tokens.weight",)),
-        Rule("output_layer.weight", ("lm_head.weight",)),
-        Rule("decoder.final_layernorm.weight", ("model.language_model.norm.weight",)),
-    ),
-    "layer_prefix": "model.language_model.layers.{layer}.",
-    "parts": {"vision_model.": "model.visual."},
-}
-"""Fields of the weight map of a folder that holds a language model and a vision tower."""
-TEXT_PART: dict[str, Any] = {
-    "top": tuple(Rule(rule.megatron, (f"language_model.{rule.hf[0]}",)) for rule in TOP),
-    "layer_prefix": "language_model.model.layers.{layer}.",
-    "untrained": (r"(?:vision_tower|multi_modal_projector|mm_projector)\..+",),
-}
-"""The same of a folder whose tower the trainer goes without, laid out as LLaVA's."""
-NORMS = (
-    # Two spellings each: our layers keep the norms apart, TransformerEngine's inside the projection that follows.
-    Rule("input_layernorm.weight", ("input_layernorm.weight",)),
-    Rule("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
-    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
-    Rule("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)),
-)
-ATTENTION = (
-    qkv_rule("self_attention.linear_qkv.weight", "self_attn.", "weight"),
-    qkv_rule("self_attention.linear_qkv.bias", "self_attn.", "bias"),
-    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
-    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
-    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
-)
-MLP = (
-    gate_up_rule("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
-)
-JOINED_MLP = (
-    # Gate and up are one tensor in the checkpoint too.
-    Rule("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",)),
-    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
-)
-
-DENSE = WeightMap(family="dense decoders", top=TOP, layer=(*NORMS, *ATTENTION, *MLP))
-
-
-def shared_expert_rules(name: str) -> tuple[Rule, ...]:
-    """Return the rules of the experts that see every token; ``name`` is what Hugging Face calls them."""
-    return (
-        gate_up_rule(
-            "mlp.shared_experts.linear_fc1.weight", f"mlp.{name}.gate_proj.weight", f"mlp.{name}.up_proj.weight"
-        ),
-        Rule("mlp.shared_experts.linear_fc2.weight", (f"mlp.{name}.down_proj.weight",)),
-    )
-
-
-ROUTER = (Rule("mlp.router.weight", ("mlp.gate.weight",)),)
-EXPERTS = (
-    gate_up_rule(
-        "mlp.experts.linear_fc1.weight{expert}",
-        "mlp.experts.{expert}.gate_proj.weight",
-        "mlp.experts.{expert}.up_proj.weight",
-    ),
-    Rule("mlp.experts.linear_fc2.weight{expert}", ("mlp.experts.{expert}.down_proj.weight",)),
-)
-SHARED_GATE = ("shared_expert_gate",)
-"""One row; a plain linear layer in the engine."""
-GATED_SHARED_EXPERT = (
-    *shared_expert_rules("shared_expert"),
-    Rule("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",)),
-)
-SOFTMAX_MOE = WeightMap(
-    family="decoders with experts",
-    top=TOP,
-    layer=(*DENSE.layer, *ROUTER, *EXPERTS, *GATED_SHARED_EXPERT),
-    plain_parts=SHARED_GATE,
-)
-BLOCK_SPARSE_EXPERTS = (
-    Rule("mlp.router.weight", ("block_sparse_moe.gate.weight",)),
-    gate_up_rule(
-        "mlp.experts.linear_fc1.weight{expert}",
-        "block_sparse_moe.experts.{expert}.w1.weight",
-        "block_sparse_moe.experts.{expert}.w3.weight",
-    ),
-    Rule("mlp.experts.linear_fc2.weight{expert}", ("block_sparse_moe.experts.{expert}.w2.weight",)),
-)
-SIGMOID_EXPERTS = (
-    *ROUTER,
-    # Added to the scores when experts are chosen, never to their weights; fp32 on both sides.
-    Rule("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",)),
-    *EXPERTS,
-    *shared_expert_rules("shared_experts"),
-)
-MTP = (
-    Rule("eh_proj.weight", ("eh_proj.weight",)),
-    Rule("enorm.weight", ("enorm.weight",)),
-    Rule("hnorm.weight", ("hnorm.weight",)),
-    Rule("final_layernorm.weight", ("shared_head.norm.weight",)),
-)
-"""Beside the layer's ``transformer_layer``, whose tensors are named as those of any layer."""
-
-# Copies: the model has one of each.  Where the checkpoint at --hf-checkpoint has the copies, every export gives them
-# too, so that it has all the tensors of its source; loading reads the originals.
-MTP_COPIES = {
-    "embedding.word_embeddings.weight": "embed_tokens.weight",
-    "output_layer.weight": "shared_head.head.weight",
-}
-"""Megatron's parameter -> what its copy is called after the prefix of an MTP layer."""
-
-LATENT_ATTENTION = (
-    # With --q-lora-rank queries come out of a latent, without it from one projection.
-    Rule("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",)),
-    Rule("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",)),
-    Rule("self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",)),
-    Rule("self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight",)),
-    Rule("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight",)),
-    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
-    # Two spellings each: our layers keep the norms apart, TransformerEngine's inside the projection that follows.
-    Rule("self_attention.q_layernorm.weight", ("self_attn.q_a_layernorm.weight",)),
-    Rule("self_attention.linear_q_up_proj.layer_norm_weight", ("self_attn.q_a_layernorm.weight",)),
-    Rule("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight",)),
-    Rule("self_attention.linear_kv_up_proj.layer_norm_weight", ("self_attn.kv_a_layernorm.weight",)),
-)
-LATENT_MOE = WeightMap(
-    family="decoders with latent attention and experts",
-    top=TOP,
-    layer=(*NORMS, *LATENT_ATTENTION, *MLP, *SIGMOID_EXPERTS),
-    mtp=MTP,
-    mtp_copies=MTP_COPIES,
-    # SGLang joins the two in one parameter, and drops whichever comes in a call without the other.
-    together=(("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),),
-)

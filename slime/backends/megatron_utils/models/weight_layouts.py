@@ -1,8 +1,4 @@
-"""Layouts of Megatron's joined tensors, which Hugging Face keeps apart; each function has its inverse beside it.
-
-Shapes: G = query groups (key heads), q = query heads of a group, d = head dimension, h = hidden size.
-All functions work on whole tensors, not on tensor-parallel slices, and only move numbers: the round trip is exact.
-"""
+"""Vocabulary padding and tensor-parallel slices of whole tensors."""
 
 from __future__ import annotations
 
@@ -13,60 +9,6 @@ from torch import Tensor
 
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import DataError
-
-
-def merge_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelDims, num_parts: int = 1) -> Tensor:
-    """Merge [heads * d, ...], [G * d, ...], [G * d, ...] to [G * (q + 2) * d, ...]: each group's q, then its k and v.
-
-    Works for weights [rows, h] and for biases [rows].  A query may have several parts: its gate beside it.
-
-    Raises:
-        DataError: the rows are not those of the model's heads.
-    """
-    check_rows("query", query, num_parts * shape.num_attention_heads * shape.head_dim)
-    for name, tensor in (("key", key), ("value", value)):
-        check_rows(name, tensor, shape.num_query_groups * shape.head_dim)
-    rest = query.shape[1:]
-    parts = [x.reshape(shape.num_query_groups, -1, *rest) for x in (query, key, value)]
-    return torch.cat(parts, dim=1).reshape(-1, *rest)
-
-
-def split_qkv(merged: Tensor, shape: ModelDims, num_parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Invert :func:`merge_qkv`."""
-    rest = merged.shape[1:]
-    query_rows = num_parts * shape.num_attention_heads // shape.num_query_groups * shape.head_dim
-    grouped = merged.reshape(shape.num_query_groups, -1, *rest)
-    query, key, value = grouped.split([query_rows, shape.head_dim, shape.head_dim], dim=1)
-    return query.reshape(-1, *rest), key.reshape(-1, *rest), value.reshape(-1, *rest)
-
-
-def merge_gate_up(gate: Tensor, up: Tensor, shape: ModelDims) -> Tensor:
-    """Join both halves of a gated MLP's first matrix, gate on top."""
-    if gate.shape != up.shape:
-        raise DataError(f"gate_proj is {tuple(gate.shape)} and up_proj {tuple(up.shape)}; they must have one shape.")
-    return torch.cat([gate, up])
-
-
-def split_gate_up(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
-    """Invert :func:`merge_gate_up`."""
-    return merged.chunk(2)
-
-
-def turning_part_last(tensor: Tensor, shape: ModelDims) -> Tensor:
-    """Move the rows that turn, per head of sparse attention's indexer, from the front to the back: [heads * d, ...].
-
-    At the published sizes, 64 of 128, this swaps the halves of each head.
-    """
-    heads = tensor.unflatten(0, (-1, shape.index_head_dim))
-    return torch.cat([heads[:, shape.rope_dim :], heads[:, : shape.rope_dim]], dim=1).flatten(0, 1)
-
-
-def turning_part_first(tensor: Tensor, shape: ModelDims) -> Tensor:
-    """Invert :func:`turning_part_last`."""
-    heads = tensor.unflatten(0, (-1, shape.index_head_dim))
-    split = shape.index_head_dim - shape.rope_dim
-    return torch.cat([heads[:, split:], heads[:, :split]], dim=1).flatten(0, 1)
-
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters with a row for each token."""
@@ -111,13 +53,3 @@ def tensor_parallel_join(parts: Sequence[Tensor], *, dim: int, is_gate_up: bool 
         gates, ups = zip(*(part.chunk(2, dim=dim) for part in parts), strict=True)
         parts = [*gates, *ups]
     return torch.cat(tuple(parts), dim=dim)
-
-
-def check_rows(name: str, tensor: Tensor, expected: int) -> None:
-    """Raise DataError where a tensor of the checkpoint has other rows than the flags say."""
-    if tensor.size(0) != expected:
-        raise DataError(
-            f"The checkpoint's {name} projection has {tensor.size(0)} rows; --num-attention-heads, "
-            f"--num-query-groups and --kv-channels (of linear attention, --linear-num-key-heads and its like) make "
-            f"{expected}; correct them."
-        )

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.models.weight_layouts import turning_part_first, turning_part_last
 from slime_plugins.models.glm5 import indexer
 from slime_plugins.models.glm5.indexer import PackedStream, choose_keys, index_scores, rotate_last
+from slime_plugins.models.shared_weights import turning_part_first, turning_part_last
 
 LENGTHS = (1, 23, 7, 40)
 TOPK = 7
