@@ -20,7 +20,6 @@ from slime.backends.megatron_utils.flags.own_flags import add_own_flags
 from slime.backends.megatron_utils.models import (
     IS_PARTIAL,
     all_families,
-    families_that_say,
     family_of,
     family_of_spec,
     find_weight_map,
@@ -69,7 +68,7 @@ OF_GROUPED_ATTENTION = frozenset({"num_query_groups", "group_query_attention", "
 """Those that latent attention does not read."""
 FIXED_FLAGS = frozenset(
     {
-        *("no_rope_freq", "rotary_seq_len_interpolation_factor", "experimental_attention_variant"),
+        *("no_rope_freq", "rotary_seq_len_interpolation_factor"),
         *("moe_router_force_load_balancing", "moe_router_topk_limited_devices", "moe_apply_probs_on_input"),
     }
 )
@@ -227,13 +226,9 @@ def sparse_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
     if args.context_parallel_size == 1:
         return
     architectures = config.get("architectures") or []
-    is_sparse = any(
-        known.sparse_architecture == name
-        for name in architectures
-        for known in families_that_say(f'"{name}"').values()
-    )
+    sparse = {known.sparse_architecture for known in all_families().values()} - {""}
+    is_sparse = not sparse.isdisjoint(architectures)
     if args.allgather_cp and not is_sparse:
-        sparse = {known.sparse_architecture for known in all_families().values()} - {""}
         yield (
             f"--allgather-cp with --context-parallel-size {args.context_parallel_size}: the checkpoint is "
             f"{', '.join(architectures) or 'of unknown architecture'}; only {' and '.join(sorted(sparse))} work "

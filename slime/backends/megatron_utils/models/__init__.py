@@ -1,7 +1,7 @@
 """The registry of model families, and what their tables are made of.
 
 A family is a file of ``slime_plugins.models``, or ``family.py`` of a folder there, that defines ``FAMILIES``: being
-there registers it.  A process imports those files alone that say the name it asks for.
+there registers it.
 """
 
 from __future__ import annotations
@@ -22,30 +22,21 @@ from slime.weights.family_files import family_files
 if TYPE_CHECKING:
     from slime.weights.quantize.formats import PlainWeights
 
-
-@cache
-def _texts() -> dict[str, str]:
-    """Return what each file that declares families says, by the name of its module, which is not imported.
-
-    A name is found where the file has it written out, in quotes of either kind.
-    """
-    texts = {module: path.read_text() for module, path in family_files("*.py", "*/family.py").items()}
-    return {name: _squashed(text) for name, text in texts.items() if "\nFAMILIES" in text}
-
-
-def _squashed(text: str) -> str:
-    return re.sub(r"[-_]", "", text).replace("'", '"').lower()
+IS_PARTIAL = "is_partial"
+"""Key of a config of which only a part is known: a key that it lacks says nothing."""
 
 
 @cache
-def families_that_say(text: str) -> Mapping[str, ModelFamily]:
-    """Return the families of the files in which ``text`` stands, in any spelling, by model type.
+def all_families() -> Mapping[str, ModelFamily]:
+    """Return every family by model_type of config.json.
 
     Raises:
-        ConfigError: two of the files declare one model type.
+        ConfigError: two files declare one model type.
     """
     families: dict[str, ModelFamily] = {}
-    for module in [name for name, said in _texts().items() if _squashed(text) in said]:
+    for module, path in family_files("*.py", "*/family.py").items():
+        if "\nFAMILIES" not in path.read_text():
+            continue  # layers, or what families share
         for family in import_module(module).FAMILIES:
             for model_type in family.model_types:
                 if model_type in families:
@@ -57,26 +48,16 @@ def families_that_say(text: str) -> Mapping[str, ModelFamily]:
     return families
 
 
-def all_families() -> Mapping[str, ModelFamily]:
-    """Return every family by model_type of config.json; it imports them all: for messages, tools and tests."""
-    return families_that_say("")
-
-
-IS_PARTIAL = "is_partial"
-"""Key of a config of which only a part is known: a key that it lacks says nothing."""
-
-
 def family_of(config: Mapping[str, Any]) -> ModelFamily | None:
     """Return the family of a config.json; None for a model type that is not here."""
-    model_type = str(config.get("model_type"))
-    return families_that_say(f'"{model_type}"').get(model_type)
+    return all_families().get(str(config.get("model_type")))
 
 
 def family_of_spec(spec: Sequence[str] | None) -> ModelFamily | None:
     """Return the family whose layers ``--spec`` (module and function) builds; None for a plug-in's own, or none."""
     if not spec:
         return None
-    return next((family for family in families_that_say(f'"{spec[0]}').values() if family.is_built_by(spec[0])), None)
+    return next((family for family in all_families().values() if family.is_built_by(spec[0])), None)
 
 
 def published_config(checkpoint: str) -> Mapping[str, Any]:
@@ -85,7 +66,7 @@ def published_config(checkpoint: str) -> Mapping[str, Any]:
     A recipe names folders of the cluster; on a machine that has none of them, a plan goes by this.
     """
     name = PurePath(checkpoint).name
-    known = all_families().values()  # files put such names together: no text has them whole
+    known = all_families().values()
     return next((family.published[name] for family in known if name in family.published), {})
 
 
@@ -117,13 +98,16 @@ def find_family(model_name: str) -> ModelFamily:
     Raises:
         ConfigError: it is unknown; the message lists the known ones.
     """
-    key = _squashed(model_name)
+    key = _plain(model_name)
     key = key.removesuffix("config").removesuffix("forcausallm").removesuffix("forconditionalgeneration")
-    families = families_that_say(f'"{key}"')
-    known = {_squashed(model_type): family for model_type, family in families.items()}
+    known = {_plain(model_type): family for model_type, family in all_families().items()}
     if key not in known:
         raise ConfigError(
             f"The model type (--model-name, or config.json of --hf-checkpoint) is {model_name!r}; weights can be "
             f"converted for {', '.join(sorted(all_families()))}. docs/new_model.md says how to add a family."
         )
     return known[key]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_]", "", name).lower()
