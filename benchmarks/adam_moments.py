@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 
-from slime.backends.megatron_utils.adam import LowPrecisionAdam  # noqa: E402
+from slime.ext.small_adam.adam import LowPrecisionAdam  # noqa: E402
 
 
 def main() -> None:

@@ -25,6 +25,8 @@ TRANSFORMS_OF_BOTH = {
     "custom_model_provider_path": "slime.ext.vision.transform:JoinedInputs",
     "has_own_tower": "slime.ext.vision.transform:VisionTower",  # derived; before those that change the whole model
     "fp8": "slime.ext.low_precision.fp8_linear:Fp8",
+    "use_stateless_adam": "slime.ext.small_adam.adam:Stateless",
+    "use_precision_aware_optimizer": "slime.ext.small_adam.adam:NarrowMoments",
 }
 TRANSFORMS = {
     **TRANSFORMS_OF_BOTH,

@@ -42,11 +42,13 @@ def build(args: Namespace) -> tuple[list, Any, Any]:
 
     from slime.backends.megatron_utils.initialize import init
     from slime.backends.megatron_utils.model import build_model, build_optimizer, build_scheduler
+    from slime.compose import parts
+    from slime.ray.parts import load_all
 
     if mpu.is_initialized():
         mpu.destroy_model_parallel()
     init(args)
-    model = build_model(args)
+    model = build_model(args, transforms=load_all(parts(args).transforms))
     optimizer = build_optimizer(args, model)
     return model, optimizer, build_scheduler(args, optimizer)
 

@@ -27,7 +27,10 @@ def build(layout: list[str], precision: str, save: str) -> tuple[Namespace, list
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
     from slime.backends.megatron_utils.initialize import init
     from slime.backends.megatron_utils.model import build_model, build_optimizer, build_scheduler
+    from slime.compose import parts
+    from slime.flags.cluster import derive_for_extensions
     from slime.flags.parse import build_parser
+    from slime.ray.parts import load_all
 
     parser = build_parser(with_engine_flags=False)
     sizes = "--global-batch-size 6 --num-rollout 8 --rollout-batch-size 6 --n-samples-per-prompt 1".split()
@@ -35,9 +38,10 @@ def build(layout: list[str], precision: str, save: str) -> tuple[Namespace, list
     import torch.distributed as dist
 
     args.actor_num_gpus_per_node = dist.get_world_size()
+    derive_for_extensions(args)
     validate_megatron_arguments(args)
     init(args)
-    model = build_model(args)
+    model = build_model(args, transforms=load_all(parts(args).transforms))
     optimizer = build_optimizer(args, model)
     return args, model, optimizer, build_scheduler(args, optimizer)
 
@@ -155,9 +159,3 @@ def test_a_checkpoint_of_another_shape_is_refused_by_name(saved_by_one_process):
     folder, _ = saved_by_one_process
     (message,) = run_ranks(load_into_wider_model, 1, folder)
     assert "does not fit the model" in message and "linear_fc" in message
-
-
-def test_bf16_moments_of_adam_resume_bit_for_bit_on_two_ranks(tmp_path):
-    layout = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
-    expected = run_ranks(train_and_save, 2, layout, "--bf16", str(tmp_path))
-    assert run_ranks(load_and_train, 2, layout, "--bf16", str(tmp_path)) == expected

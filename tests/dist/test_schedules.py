@@ -86,26 +86,6 @@ def test_the_reference_becomes_the_actor_after_the_interval_and_not_before(follo
             assert kl[0] == kl[2] == 0.0 and kl[1] and kl[3]
 
 
-def test_with_reset_moments_a_rollout_starts_like_a_fresh_optimizer(follow: Follow) -> None:
-    """From zero moments Adam's step is the gradient over its size: what the stateless form computes."""
-    (reset,) = follow(1, "--reset-optimizer-states", *LARGE_EPS)
-    (stateless,) = follow(1, "--use-stateless-adam", *LARGE_EPS)
-    (plain,) = follow(1, *LARGE_EPS)
-    start = plain["weights"][0]
-    assert same(reset["weights"][1], plain["weights"][1])
-    assert distance(reset["weights"][2], plain["weights"][2], start) > 1e-2
-    for rollout in (1, 2):
-        assert distance(stateless["weights"][rollout], reset["weights"][rollout], start) < 1e-4
-
-
-def test_stateless_adam_keeps_no_byte(follow: Follow) -> None:
-    (stateless,) = follow(1, "--use-stateless-adam", *LARGE_EPS)
-    (plain,) = follow(1, *LARGE_EPS)
-    parameters = sum(tensor.numel() for tensor in plain["weights"][0].values())
-    assert stateless["state_bytes"] == 0
-    assert plain["state_bytes"] >= 2 * 4 * parameters
-
-
 FROZEN = {
     ("--only-train-params-name-list", "linear_fc1", "final_layernorm"): lambda name: (
         "linear_fc1" not in name and "final_layernorm" not in name
@@ -141,8 +121,8 @@ def test_a_tied_embedding_that_is_frozen_does_not_hold_up_pipeline_stages(tmp_pa
 
 @pytest.mark.parametrize(
     "flags",
-    [("--reset-optimizer-states",), ("--use-stateless-adam",), *FROZEN],
-    ids=["reset", "stateless", "only-train", "freeze"],
+    [("--reset-optimizer-states",), *FROZEN],
+    ids=["reset", "only-train", "freeze"],
 )
 def test_a_sharded_optimizer_does_the_same_as_a_whole_one(follow: Follow, flags: tuple[str, ...]) -> None:
     (one,) = follow(1, *flags, *LARGE_EPS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.backends.megatron_utils.adam import BLOCK, LowPrecisionAdam
+from slime.ext.small_adam.adam import BLOCK, LowPrecisionAdam
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

@@ -20,13 +20,13 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import Float16Module
 
-from slime.backends.megatron_utils.adam import choose_adam
+from slime.backends.megatron_utils.adam import fuse
 from slime.backends.megatron_utils.flags.config_builders import ddp_config_from_args, optimizer_config_from_args
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_steps
 from slime.backends.megatron_utils.hf_to_megatron import keep_fp32
 from slime.backends.megatron_utils.model_provider import check_trained_parameters, get_model_provider
-from slime.backends.megatron_utils.model_transform import ModelTransform
+from slime.backends.megatron_utils.model_transform import ModelTransform, transforms_of
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -113,8 +113,9 @@ def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
             config_overrides=_parameter_groups(config, args.lr_factors),
             use_gloo_process_groups=args.enable_gloo_process_groups,
         )
-    dtypes = {"exp_avg": args.exp_avg_dtype, "exp_avg_sq": args.exp_avg_sq_dtype}
-    choose_adam(optimizer, is_stateless=args.use_stateless_adam, dtypes=dtypes)
+    for transform in transforms_of(model[0]):
+        transform.after_optimizer(optimizer)
+    fuse(optimizer)
     return optimizer
 
 

@@ -1,4 +1,4 @@
-"""What an extension may do with the actor's model."""
+"""What an extension may do with a model and its optimizer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 
-class ModelTransform(ABC):
-    """A change of the actor's model after it is built; ``slime.compose`` chooses which ones a run has.
+class ModelTransform:
+    """A change of a model or its optimizer after they are built; ``slime.compose`` chooses which ones a run has.
 
     A transform may set attributes of a parameter:
 
@@ -26,16 +27,18 @@ class ModelTransform(ABC):
     def __init__(self, args: Namespace) -> None:
         self.args = args
 
-    @abstractmethod
     def after_build(self, chunk: torch.nn.Module) -> None:
         """Change a chunk, which is bare and has random weights."""
+
+    def after_optimizer(self, optimizer: MegatronOptimizer) -> None:
+        """Change the optimizer, which was just built over the changed chunks."""
 
     def arguments(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return what the model's forward takes of the ``multimodal_train_inputs`` of a micro-batch; None: nothing."""
         return None
 
 
-class AddedParameters(ModelTransform):
+class AddedParameters(ModelTransform, ABC):
     """A transform that freezes the model and adds parameters, which alone are trained, saved and kept by policy."""
 
     claim: str

@@ -19,13 +19,15 @@ import torch
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
+from slime.backends.megatron_utils.adam import parts_of
 from slime.backends.megatron_utils.checkpoints.optimizer_state import (
-    own_settings,
+    GROUP_NUMBERS,
+    LiveStates,
+    buckets,
     own_tensors,
-    take_over_own,
-    trained_parameters,
 )
 from slime.backends.megatron_utils.checkpoints.resumed_state import (
     load_schedule,
@@ -111,3 +113,37 @@ def _untrained(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any]:
         left_out = {name for name, p in chunk.named_parameters(remove_duplicate=False) if p in trained}
         held |= {f"{index}.{name}": value for name, value in chunk.state_dict().items() if name not in left_out}
     return held
+
+
+def own_settings(optimizer: MegatronOptimizer) -> list[Any]:
+    """Return what :func:`own_tensors` leaves out: the numbers of the parameter groups, the loss scaler."""
+    return [
+        (
+            [
+                {name: group[name] for name in GROUP_NUMBERS if name in group}
+                for group in member.optimizer.param_groups
+            ],
+            member.grad_scaler.state_dict() if member.grad_scaler else None,
+        )
+        for member in parts_of(optimizer)
+    ]
+
+
+@torch.no_grad()
+def take_over_own(optimizer: MegatronOptimizer, settings: list[Any]) -> None:
+    """Have a fresh optimizer and this rank's shards of the weights follow :func:`own_tensors`, written to before."""
+    for member, (groups, scaler) in zip(parts_of(optimizer), settings, strict=True):
+        for group, numbers in zip(member.optimizer.param_groups, groups, strict=True):
+            group.update(numbers)
+        if member.grad_scaler:
+            member.grad_scaler.load_state_dict(scaler)
+        live = LiveStates(member)
+        for bucket in buckets(member):
+            for parameter in bucket.local:
+                live.show(parameter)
+        member._copy_main_params_to_model_params()
+
+
+def trained_parameters(optimizer: MegatronOptimizer) -> set[torch.nn.Parameter]:
+    """Return the parameters whose weights follow from the master weights of all ranks."""
+    return {p for member in parts_of(optimizer) for bucket in buckets(member) for p in bucket.ranges}

@@ -32,7 +32,8 @@ def copy_and_go_on(folder: str) -> None:
 
     def numbers(parts: Any) -> dict[str, Any]:
         """Everything that training changes, and the next random number."""
-        from slime.backends.megatron_utils.checkpoints.optimizer_state import own_settings, own_tensors
+        from slime.backends.megatron_utils.checkpoints.optimizer_state import own_tensors
+        from slime.ext.recovery.memory_copy import own_settings
 
         model, optimizer, scheduler = parts
         tensors = {f"{i} {n}": t for i, chunk in enumerate(model) for n, t in chunk.state_dict().items()}

@@ -28,7 +28,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 
-from slime.backends.megatron_utils.adam import MOMENTS, LowPrecisionAdam, StatelessAdam, parts_of
+from slime.backends.megatron_utils.adam import MOMENTS, OwnAdam, parts_of
 from slime.backends.megatron_utils.checkpoints.checkpoint_loader import load_sharded
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
 from slime.utils.distributed_utils import gather_objects
@@ -128,45 +128,11 @@ def own_tensors(optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
     return {
         f"optimizer.{number}.{bucket_number}.{place}.{name}": tensor
         for number, member in enumerate(parts_of(optimizer))
-        for live in [_LiveStates(member)]
-        for bucket_number, bucket in enumerate(_buckets(member))
+        for live in [LiveStates(member)]
+        for bucket_number, bucket in enumerate(buckets(member))
         for place, parameter in enumerate(bucket.local)
         for name, tensor in live.tensors(parameter).items()
     }
-
-
-def own_settings(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return what :func:`own_tensors` leaves out: the numbers of the parameter groups, the loss scaler."""
-    return [
-        (
-            [
-                {name: group[name] for name in GROUP_NUMBERS if name in group}
-                for group in member.optimizer.param_groups
-            ],
-            member.grad_scaler.state_dict() if member.grad_scaler else None,
-        )
-        for member in parts_of(optimizer)
-    ]
-
-
-@torch.no_grad()
-def take_over_own(optimizer: MegatronOptimizer, settings: list[Any]) -> None:
-    """Have a fresh optimizer and this rank's shards of the weights follow :func:`own_tensors`, written to before."""
-    for member, (groups, scaler) in zip(parts_of(optimizer), settings, strict=True):
-        for group, numbers in zip(member.optimizer.param_groups, groups, strict=True):
-            group.update(numbers)
-        if member.grad_scaler:
-            member.grad_scaler.load_state_dict(scaler)
-        live = _LiveStates(member)
-        for bucket in _buckets(member):
-            for parameter in bucket.local:
-                live.show(parameter)
-        member._copy_main_params_to_model_params()
-
-
-def trained_parameters(optimizer: MegatronOptimizer) -> set[torch.nn.Parameter]:
-    """Return the parameters whose weights follow from the master weights of all ranks."""
-    return {p for member in parts_of(optimizer) for bucket in _buckets(member) for p in bucket.ranges}
 
 
 def _model_entries(model_state: dict[str, Any]) -> Entries:
@@ -174,7 +140,8 @@ def _model_entries(model_state: dict[str, Any]) -> Entries:
     return {entry.data: entry for entry in nested_values(sharded)}
 
 
-def _buckets(member: DistributedOptimizer) -> Iterator[Bucket]:
+def buckets(member: DistributedOptimizer) -> Iterator[Bucket]:
+    """Yield the buckets of an optimizer in the order of its memory."""
     for buffer, ranges in zip(member.buffers, member.gbuf_ranges, strict=True):
         (per_bucket,) = ranges.values()
         for index, (bucket, local) in enumerate(zip(buffer.buckets, per_bucket, strict=True)):
@@ -187,7 +154,7 @@ def _buckets(member: DistributedOptimizer) -> Iterator[Bucket]:
             yield Bucket(bucket.grad_data.numel(), bucket.grad_data.device, whole, local["param_map"])
 
 
-class _LiveStates:
+class LiveStates:
     """The optimizer state of one member on this rank: flat slices of master weights and moments."""
 
     def __init__(self, member: DistributedOptimizer) -> None:
@@ -212,10 +179,8 @@ class _LiveStates:
 
     def tensors(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the master weight and everything that its Adam keeps, as it is kept."""
-        master = self._master(parameter)
-        if isinstance(self._home[master][0], StatelessAdam):
-            return {MASTER: master}
-        return {MASTER: master, **self._state(parameter)[2]}
+        master, _, state = self._state(parameter)
+        return {MASTER: master, **state}
 
     def show(self, parameter: torch.nn.Parameter) -> None:
         """Have the model's own memory follow a master weight that is a copy on the host."""
@@ -228,7 +193,7 @@ class _LiveStates:
         master, adam, state = self._state(parameter)
         if name == MASTER:
             return master.detach()
-        return adam.moment(master, name) if isinstance(adam, LowPrecisionAdam) else state[name]
+        return adam.moment(master, name) if isinstance(adam, OwnAdam) else state[name]
 
     def write(self, parameter: torch.nn.Parameter, name: str, value: torch.Tensor) -> None:
         """Store the master weight or a moment, given in fp32."""
@@ -236,7 +201,7 @@ class _LiveStates:
         if name == MASTER:
             master.copy_(value)
             self.show(parameter)
-        elif isinstance(adam, LowPrecisionAdam):
+        elif isinstance(adam, OwnAdam):
             adam.set_moment(master, name, value)
         else:
             state[name].copy_(value)
@@ -255,7 +220,7 @@ class _LiveStates:
         """Return the master weight, its Adam and the state there, made as at a first step where missing."""
         master = self._master(parameter)
         part, group = self._home[master]
-        if isinstance(part, LowPrecisionAdam):
+        if isinstance(part, OwnAdam):
             return master, part, part.initialize(master)
         state = part.state[master]
         if "step" not in state:
@@ -277,7 +242,7 @@ def _groups_of_all_ranks(members: Sequence[DistributedOptimizer]) -> list[dict[s
     A rank need not have them all: a pipeline stage may have no experts, or nothing that is trained.
     """
     own = {
-        "steps": set().union(*(_LiveStates(member).steps() for member in members)),
+        "steps": set().union(*(LiveStates(member).steps() for member in members)),
         "groups": [
             {name: group[name] for name in (*param_group_identifier_keys, *GROUP_NUMBERS) if name in group}
             for member in members
@@ -319,8 +284,8 @@ def _like(entry: Entry, name: str, data: torch.Tensor) -> Entry:
 @torch.no_grad()
 def _member_tensors(member: DistributedOptimizer, entries: Entries) -> dict[str, Entry]:
     tensors: dict[str, Entry] = {}
-    group, live = member.data_parallel_group, _LiveStates(member)
-    for bucket in _buckets(member):
+    group, live = member.data_parallel_group, LiveStates(member)
+    for bucket in buckets(member):
         for name in STATE_NAMES:
             share = torch.zeros(bucket.size // group.size(), dtype=torch.float32, device=bucket.device)
             for parameter, ranges in bucket.local.items():
@@ -340,7 +305,7 @@ def _request(member: DistributedOptimizer, entries: Entries) -> dict[str, Entry]
     """Empty tensors for the parameters of which this rank holds a part; each is read whole and sliced afterwards."""
     return {
         _slot(parameter, name): _like(entries[parameter], name, torch.empty(parameter.shape, dtype=torch.float32))
-        for bucket in _buckets(member)
+        for bucket in buckets(member)
         for parameter in bucket.local
         for name in STATE_NAMES
     }
@@ -361,8 +326,8 @@ def _restore_member(
     for group in member.optimizer.param_groups:
         saved = _matching_group(group, saved_groups)
         group.update({name: saved[name] for name in GROUP_NUMBERS if name in saved and name not in kept})
-    live = _LiveStates(member)
-    for bucket in _buckets(member):
+    live = LiveStates(member)
+    for bucket in buckets(member):
         for parameter, ranges in bucket.local.items():
             live.set_step(parameter, step)
             held_range = ranges["param"]

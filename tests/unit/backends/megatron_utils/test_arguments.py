@@ -112,18 +112,6 @@ def test_kernels_of_transformer_engine_are_mapped_to_what_there_is(caplog: pytes
     assert "moments are fp32 unless --exp-avg-dtype or --exp-avg-sq-dtype is given" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("", "need --use-precision-aware-optimizer"),
-        ("--use-precision-aware-optimizer --use-stateless-adam", "--use-stateless-adam has no moments"),
-    ],
-)
-def test_narrow_moments_without_what_they_need_are_refused(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"--exp-avg-dtype torch.bfloat16.*{message}"):
-        parse(*DENSE, "--exp-avg-dtype", "bf16", *flags.split())
-
-
 def test_narrow_moments_keep_their_flags() -> None:
     args = parse(*DENSE, "--bf16", *"--use-precision-aware-optimizer --exp-avg-sq-dtype fp16".split())
     assert args.use_precision_aware_optimizer and args.exp_avg_sq_dtype == torch.float16

@@ -29,11 +29,9 @@ from slime.weights.pinned_memory import aligned
 
 CHUNK = 4096
 """Bytes: less than most storages here have."""
-PRECISION_AWARE = "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16"
 CASES = {
     "fp32": ("qwen3", ""),
     "bf16": ("qwen3", "--bf16"),
-    "moments in 16 bits": ("qwen3", PRECISION_AWARE),
     "experts": ("qwen3_moe", "--bf16"),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.backends.megatron_utils.adam import BLOCK, LowPrecisionAdam
+from slime.ext.small_adam.adam import BLOCK, LowPrecisionAdam
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}

@@ -1,0 +1,1 @@
+"""Forms of Adam that hold less than two fp32 moments of every parameter."""
