@@ -1,4 +1,4 @@
-"""Flags of int4 quantization-aware training."""
+"""Flags of int4 quantization-aware training, and checks of those of FP8, which are Megatron's."""
 
 from __future__ import annotations
 
@@ -55,4 +55,30 @@ def complete_int4(args: Namespace) -> None:
             raise ConfigError(f"{flag} is given without --int4-qat, so nothing would be rounded; add it.")
 
 
-GROUP = FlagGroup(add_low_precision_arguments, complete=(complete_int4,))
+def check_fp8(args: Namespace) -> None:
+    """Refuse FP8 training whose blocks are not those of the engines.
+
+    Raises:
+        ConfigError: with the flag, its value and what is allowed.
+    """
+    if not args.fp8:
+        return
+    if args.fp8 != "e4m3" or args.fp8_recipe != "blockwise":
+        raise ConfigError(
+            f"--fp8-format is {args.fp8} and --fp8-recipe {args.fp8_recipe}; slime trains in FP8 with the scales of "
+            "FP8 checkpoints: --fp8-format e4m3 --fp8-recipe blockwise."
+        )
+    if args.fp16:
+        raise ConfigError("--fp8-format is given with --fp16; what is not quantized is bf16: give --bf16.")
+    from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
+
+    groups, tensor_size, block = args.num_query_groups, args.tensor_model_parallel_size, DEFAULT_BLOCK[0]
+    if not args.multi_latent_attention and tensor_size > groups and args.kv_channels % block:
+        raise ConfigError(
+            f"--fp8-format is given with --tensor-model-parallel-size {tensor_size} and {groups} groups of heads "
+            f"(--num-query-groups) of {args.kv_channels} (--kv-channels): a rank would hold a part of a group, whose "
+            f"blocks of {block} rows are not those of the engines; give --tensor-model-parallel-size {groups} or less."
+        )
+
+
+GROUP = FlagGroup(add_low_precision_arguments, complete=(complete_int4, check_fp8))

@@ -31,7 +31,7 @@ from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, RoutedEx
 from slime.utils.errors import ConfigError
 from slime_plugins.models.nemotron_h.family import kinds_of_run
 from slime_plugins.models.nemotron_h.mamba2 import Mamba2
-from slime_plugins.models.qwen3_next.layers import with_delta_net
+from slime_plugins.models.qwen3_next.layers import check_linear_attention, with_delta_net
 
 __all__ = ["check_stages", "get_nemotron_h_spec"]
 
@@ -57,6 +57,8 @@ def check_stages(args: Namespace, config: TransformerConfig) -> None:
     Raises:
         ConfigError: they describe another model, or ask for MTP layers.
     """
+    if args.linear_attention_freq is not None:
+        check_linear_attention(args)
     if config.mtp_num_layers:
         raise ConfigError(
             f"--mtp-num-layers is {config.mtp_num_layers}; the MTP layers of Nemotron 3 are not computed here, as in "

@@ -54,12 +54,44 @@ def check_stages(args: Namespace, config: TransformerConfig) -> None:
     """Check the flags before a GPU is taken.
 
     Raises:
-        ConfigError: nothing says which layers have linear attention.
+        ConfigError: nothing says which layers have linear attention, or their sizes do not go together.
     """
     if config.linear_attention_freq is None:
         raise ConfigError(
             "--linear-attention-freq is not given, and no --hf-checkpoint whose config.json says which layers have "
             "linear attention; give one of them."
+        )
+    check_linear_attention(args)
+
+
+def check_linear_attention(args: Namespace) -> None:
+    """Refuse sizes of linear attention that cannot be cut, or do not go together.
+
+    Raises:
+        ConfigError: with the flag, its value and what is allowed.
+    """
+    frequency = args.linear_attention_freq
+    if (args.mtp_num_layers or 0) > 1:
+        raise ConfigError(
+            f"--mtp-num-layers is {args.mtp_num_layers}; a model with linear attention has one MTP layer; give 1."
+        )
+    is_short = isinstance(frequency, int) and frequency < 1
+    if is_short or (not isinstance(frequency, int) and len(frequency) != args.num_layers):
+        raise ConfigError(
+            f"--linear-attention-freq is {frequency}; it must be at least 1, or a list with 1 (linear) or 0 for each "
+            f"of the {args.num_layers} layers."
+        )
+    key_heads, value_heads = args.linear_num_key_heads, args.linear_num_value_heads
+    if value_heads % key_heads:
+        raise ConfigError(
+            f"--linear-num-value-heads is {value_heads}; --linear-num-key-heads {key_heads} must divide it."
+        )
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    if key_heads % (tensor * context):
+        raise ConfigError(
+            f"--linear-num-key-heads is {key_heads}; linear attention distributes its key heads over --tensor-model-"
+            f"parallel-size {tensor} x --context-parallel-size {context} = {tensor * context} ranks, which must "
+            "divide them; lower one of the two."
         )
 
 

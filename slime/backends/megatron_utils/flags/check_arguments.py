@@ -1,7 +1,4 @@
-"""Checks of the trainer's complete flags that megatron-core's configs do not make themselves.
-
-Attention that only some families have is here too: DeepSeek's sparse attention, and linear attention.
-"""
+"""Checks of the trainer's complete flags that megatron-core's configs do not make themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from slime.backends.megatron_utils.flags.config_builders import (
     optimizer_config_from_args,
     transformer_config_from_args,
 )
-from slime.backends.megatron_utils.flags.field_table import has_narrow_moments
 from slime.backends.megatron_utils.flags.own_flags import load_spec
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_steps
 from slime.backends.megatron_utils.models import all_families
@@ -47,9 +43,7 @@ def check_arguments(args: Namespace) -> None:
     _check_batch(args)
     _check_schedule(args)
     _check_experts(args)
-    _check_sparse_attention(args)
     _check_linear_attention(args)
-    _check_fp8(args)
     config = transformer_config_from_args(args)
     _check_attention(config)
     if args.spec:
@@ -67,17 +61,6 @@ def _check_optimizer(args: Namespace) -> None:
             f"--optimizer is {args.optimizer!r}; megatron-core's distributed optimizer, which is always on here, "
             "shards Adam only; use adam (which is AdamW)."
         )
-    if has_narrow_moments(args.exp_avg_dtype, args.exp_avg_sq_dtype):
-        reason = None
-        if not args.use_precision_aware_optimizer:
-            reason = "moments below fp32 need --use-precision-aware-optimizer; add it"
-        elif args.optimizer_cpu_offload:
-            reason = "moments on the host are fp32; drop these, or --optimizer-cpu-offload"
-        elif args.use_stateless_adam:
-            reason = "--use-stateless-adam has no moments; drop one"
-        if reason:
-            given = f"--exp-avg-dtype {args.exp_avg_dtype}, --exp-avg-sq-dtype {args.exp_avg_sq_dtype}"
-            raise ConfigError(f"{given}: {reason}.")
     if args.optimizer_cpu_offload and args.fp32 and args.optimizer_offload_fraction < 1:
         raise ConfigError(
             f"--optimizer-offload-fraction is {args.optimizer_offload_fraction} with --fp32; megatron-core steps no "
@@ -241,27 +224,6 @@ def _check_layers(frequency: int | list[int], num_layers: int) -> None:
         raise ConfigError(f"--moe-layer-freq has entries {sorted(set(frequency))}; 1 is experts, 0 a dense layer.")
 
 
-def _check_fp8(args: Namespace) -> None:
-    if not args.fp8:
-        return
-    from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
-
-    if args.fp8 != "e4m3" or args.fp8_recipe != "blockwise":
-        raise ConfigError(
-            f"--fp8-format is {args.fp8} and --fp8-recipe {args.fp8_recipe}; slime trains in FP8 with the scales of "
-            "FP8 checkpoints: --fp8-format e4m3 --fp8-recipe blockwise."
-        )
-    if args.fp16:
-        raise ConfigError("--fp8-format is given with --fp16; what is not quantized is bf16: give --bf16.")
-    groups, tensor_size, block = args.num_query_groups, args.tensor_model_parallel_size, DEFAULT_BLOCK[0]
-    if not args.multi_latent_attention and tensor_size > groups and args.kv_channels % block:
-        raise ConfigError(
-            f"--fp8-format is given with --tensor-model-parallel-size {tensor_size} and {groups} groups of heads "
-            f"(--num-query-groups) of {args.kv_channels} (--kv-channels): a rank would hold a part of a group, whose "
-            f"blocks of {block} rows are not those of the engines; give --tensor-model-parallel-size {groups} or less."
-        )
-
-
 def _check_attention(config: TransformerConfig) -> None:
     """Raise ConfigError for options of megatron-core's attention that this one does not have."""
     window, softmax = config.window_size, config.softmax_type
@@ -278,22 +240,6 @@ def _check_attention(config: TransformerConfig) -> None:
             raise ConfigError(f"{flag} is {value}; packed attention has no such option; it must be {allowed}.")
 
 
-def _check_sparse_attention(args: Namespace) -> None:
-    """Refuse megatron-core's own experiments with sparse attention, which would change nothing here."""
-    if args.experimental_attention_variant is not None:
-        specs = sorted({f.spec for f in all_families().values() if f.sparse_architecture})
-        raise ConfigError(
-            f"--experimental-attention-variant is {args.experimental_attention_variant!r}, which the layers here do "
-            f"not have; for sparse attention give --spec {' or '.join(specs)}."
-        )
-    for attribute in ("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"):
-        if vars(args)[attribute]:
-            raise ConfigError(
-                f"{flag_of(attribute)} is {vars(args)[attribute]}; the indexer is not trained: the choice of keys has "
-                "no gradient. Leave the flag out."
-            )
-
-
 _SIZES = {
     # attribute of args -> default of megatron-core's flag
     "linear_conv_kernel_dim": 4,
@@ -305,15 +251,14 @@ _SIZES = {
 
 
 def _check_linear_attention(args: Namespace) -> None:
-    """Refuse sizes that cannot be cut, and flags that no layer would follow."""
+    """Refuse gates that cannot be cut, and flags that no layer would follow; layers of ``--spec`` check the rest."""
     if args.attention_output_gate and args.tensor_model_parallel_size > args.num_query_groups:
         raise ConfigError(
             f"--tensor-model-parallel-size is {args.tensor_model_parallel_size} with --attention-output-gate and "
             f"--num-query-groups {args.num_query_groups}; megatron-core does not cut the gates of one group over "
             f"ranks; use at most {args.num_query_groups}, and more of --context-parallel-size or pipeline stages."
         )
-    frequency = args.linear_attention_freq
-    if frequency is None:
+    if args.linear_attention_freq is None:
         changed = [flag_of(key) for key, default in _SIZES.items() if vars(args)[key] != default]
         if changed:
             raise ConfigError(
@@ -323,28 +268,6 @@ def _check_linear_attention(args: Namespace) -> None:
     if not args.spec and not args.custom_model_provider_path:
         specs = sorted({f.spec for f in all_families().values() if f.has_linear_attention})
         raise ConfigError(
-            f"--linear-attention-freq is {frequency} without --spec; the standard layers have no linear attention; "
-            f"give --spec {' or '.join(specs)}."
-        )
-    if (args.mtp_num_layers or 0) > 1:
-        raise ConfigError(
-            f"--mtp-num-layers is {args.mtp_num_layers}; a model with linear attention has one MTP layer; give 1."
-        )
-    is_short = isinstance(frequency, int) and frequency < 1
-    if is_short or (not isinstance(frequency, int) and len(frequency) != args.num_layers):
-        raise ConfigError(
-            f"--linear-attention-freq is {frequency}; it must be at least 1, or a list with 1 (linear) or 0 for each "
-            f"of the {args.num_layers} layers."
-        )
-    key_heads, value_heads = args.linear_num_key_heads, args.linear_num_value_heads
-    if value_heads % key_heads:
-        raise ConfigError(
-            f"--linear-num-value-heads is {value_heads}; --linear-num-key-heads {key_heads} must divide it."
-        )
-    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
-    if key_heads % (tensor * context):
-        raise ConfigError(
-            f"--linear-num-key-heads is {key_heads}; linear attention distributes its key heads over --tensor-model-"
-            f"parallel-size {tensor} x --context-parallel-size {context} = {tensor * context} ranks, which must "
-            "divide them; lower one of the two."
+            f"--linear-attention-freq is {args.linear_attention_freq} without --spec; the standard layers have no "
+            f"linear attention; give --spec {' or '.join(specs)}."
         )

@@ -258,6 +258,11 @@ NOT_FLAGS: dict[str, str] = {
     "overlap_moe_expert_parallel_comm": "its schedule takes layers of TransformerEngine apart",
     "use_ring_exchange_p2p": "it needs a torch of NVIDIA's own",
     "apply_residual_connection_post_layernorm": "the layers take the residual before the norm",
+    **dict.fromkeys(
+        ("experimental_attention_variant", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
+        "it is megatron-core's experiment; families with such attention have it in --spec, with an indexer that is "
+        "not trained",
+    ),
     "qk_l2_norm": "there is no such norm of queries and keys; --qk-layernorm is the learned one",
     "apply_query_key_layer_scaling": "packed attention scales all layers alike",
     "disable_bf16_reduced_precision_matmul": "nobody acts on it",
