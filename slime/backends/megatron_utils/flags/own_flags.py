@@ -1,175 +1,164 @@
-"""Megatron flags that are no field of a config dataclass, and who reads each.
-
-:data:`OWN_FLAGS` is the whole list; ``reader`` is the module of ``slime`` (or the plug-in) that acts on the flag.
-"""
+"""Megatron flags that are no field of a config dataclass."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 from slime.backends.megatron_utils.flags.config_flags import add_unless_present
 from slime.utils.errors import ConfigError
 
-_RESOLVE = "slime.backends.megatron_utils.flags.resolve_arguments"
-_BUILDERS = "slime.backends.megatron_utils.flags.config_builders"
-_MODEL = "slime.backends.megatron_utils.model_provider"
-_LAYERS = "slime.backends.megatron_utils.layers.layer_specs"
-_INITIALIZE = "slime.backends.megatron_utils.initialize"
-_SCHEDULER = "slime.backends.megatron_utils.model"
-_CHECKPOINT = "slime.backends.megatron_utils.checkpoint"
-
-
-@dataclass(frozen=True)
-class OwnFlag:
-    """One flag: its spellings, what argparse needs, and the module that reads it."""
-
-    options: tuple[str, ...]
-    reader: str
-    help: str
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def attribute(self) -> str:
-        """Name of the attribute in which argparse stores the value."""
-        return self.settings.get("dest", self.options[0].lstrip("-").replace("-", "_"))
-
-
-def _switch(option: str, reader: str, help: str, **settings: Any) -> OwnFlag:
-    return OwnFlag((option,), reader, help, {"action": "store_true", **settings})
-
-
-def _value(option: str, reader: str, help: str, *, type: Any = str, default: Any = None, **settings: Any) -> OwnFlag:
-    return OwnFlag((option,), reader, help, {"type": type, "default": default, **settings})
-
-
-OWN_FLAGS: tuple[OwnFlag, ...] = (
-    # model
-    _switch("--group-query-attention", _RESOLVE, "Fewer key heads than query heads: --num-query-groups counts."),
-    _value(
-        "--position-embedding-type",
-        _MODEL,
-        "How positions enter the model.",
-        default="learned_absolute",
-        choices=["learned_absolute", "rope", "yarn", "mrope", "none"],
-    ),
-    _switch("--use-rotary-position-embeddings", _RESOLVE, "The same as --position-embedding-type rope."),
-    OwnFlag(
-        ("--no-position-embedding",),
-        _RESOLVE,
-        "No learned positions; with --position-embedding-type rope there are none anyway.",
-        {"action": "store_false", "dest": "add_position_embedding", "default": True},
-    ),
-    _value("--rotary-seq-len-interpolation-factor", _MODEL, "Positions are divided by this factor.", type=float),
-    _switch("--use-rope-scaling", _MODEL, "--rope-scaling-factor divides low rotary frequencies."),
-    _value("--rope-scaling-factor", _MODEL, "The factor of --use-rope-scaling.", type=float, default=8.0),
-    OwnFlag(
-        ("--yarn-truncate",),
-        _BUILDERS,
-        "YaRN rounds the range of dimensions between stretched and not to whole ones; of --position-embedding-type "
-        "yarn. Default: truncate of --hf-checkpoint's config.json, else on.",
-        {"action": argparse.BooleanOptionalAction, "default": None},
-    ),
-    _switch(
-        "--quick-geglu",
-        _BUILDERS,
-        "MLP and experts are gated by x * sigmoid(1.702 x); --glu-linear-offset is added to the other half.",
-    ),
-    _switch("--untie-embeddings-and-output-weights", _MODEL, "The output projection has weights of its own."),
-    _value("--vocab-size", _RESOLVE, "Vocabulary before padding; default: that of the HF config.", type=int),
-    _value(
-        "--make-vocab-size-divisible-by",
-        _RESOLVE,
-        "The vocabulary is padded to a multiple of this times the tensor-parallel size.",
-        type=int,
-        default=128,
-    ),
-    _value("--max-position-embeddings", _MODEL, "Longest position; default: --seq-length.", type=int),
-    _value("--seq-length", _RESOLVE, "Nominal sequence length; micro-batches are packed to their own.", type=int),
-    _value("--spec", _MODEL, "Module and function that give the layer spec.", nargs=2, metavar=("MODULE", "NAME")),
-    _switch("--post-self-attn-layernorm", _LAYERS, "A norm after attention, before its output is added."),
-    _switch("--post-mlp-layernorm", _LAYERS, "A norm after the MLP, before its output is added."),
-    _switch("--use-gated-attention", _RESOLVE, "The same as --attention-output-gate."),
-    _switch("--enable-experimental", _INITIALIZE, "Let megatron-core use what it calls experimental."),
-    _switch("--recompute-activations", _RESOLVE, "The same as --recompute-granularity selective."),
-    # layout
-    _value("--num-layers-per-virtual-pipeline-stage", _RESOLVE, "Layers of one virtual pipeline stage.", type=int),
-    _value("--num-virtual-stages-per-pipeline-rank", _RESOLVE, "Virtual stages of one pipeline rank.", type=int),
-    OwnFlag(
-        ("--disable-gloo-process-groups",),
-        _INITIALIZE,
-        "Make no gloo groups beside the NCCL ones.",
-        {"action": "store_false", "dest": "enable_gloo_process_groups", "default": True},
-    ),
-    OwnFlag(
-        ("--no-align-grad-reduce",),
-        "slime.backends.megatron_utils.train_step",
-        "With --overlap-grad-reduce and a pipeline, each stage reduces its gradients when they are ready instead of "
-        "all stages at the same moment.",
-        {"action": "store_false", "dest": "align_grad_reduce", "default": True},
-    ),
-    _switch("--data-parallel-random-init", _INITIALIZE, "Data-parallel ranks start from different seeds."),
-    # schedule of the learning rate and the weight decay
-    _value(
-        "--lr-decay-style",
-        _SCHEDULER,
-        "Shape of the learning rate.",
-        default="linear",
-        choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"],
-    ),
-    _value("--lr-decay-iters", _SCHEDULER, "Steps over which the rate decays; default: all.", type=int),
-    _value("--lr-warmup-iters", _SCHEDULER, "Steps of linear warm-up.", type=int, default=0),
-    _value("--lr-warmup-fraction", _SCHEDULER, "Warm-up as a fraction of the decay steps.", type=float),
-    _value("--lr-warmup-init", _SCHEDULER, "Rate at the first warm-up step.", type=float, default=0.0),
-    _value("--lr-wsd-decay-iters", _SCHEDULER, "Steps of the last phase of WSD.", type=int),
-    _value(
-        "--lr-wsd-decay-style",
-        _SCHEDULER,
-        "Shape of the last phase of WSD.",
-        default="exponential",
-        choices=["exponential", "linear", "cosine", "minus_sqrt"],
-    ),
-    _value("--start-weight-decay", _SCHEDULER, "Weight decay at the start; default: --weight-decay.", type=float),
-    _value("--end-weight-decay", _SCHEDULER, "Weight decay at the end; default: --weight-decay.", type=float),
-    _value(
-        "--weight-decay-incr-style",
-        _SCHEDULER,
-        "How weight decay goes from start to end.",
-        default="constant",
-        choices=["constant", "linear", "cosine"],
-    ),
-    OwnFlag(
-        ("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"),
-        _SCHEDULER,
-        "Take the schedule from the checkpoint.",
-        {"action": "store_true", "dest": "use_checkpoint_opt_param_scheduler"},
-    ),
-    OwnFlag(
-        ("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
-        _SCHEDULER,
-        "Take the schedule from the flags although a checkpoint has another.",
-        {"action": "store_true", "dest": "override_opt_param_scheduler"},
-    ),
-    # checkpoints
-    _value("--ckpt-step", _CHECKPOINT, "Load this iteration instead of the latest.", type=int),
-    _value("--ckpt-format", "the only choice", "Format of checkpoints.", default="torch_dist", choices=["torch_dist"]),
-    _switch("--no-load-optim", _CHECKPOINT, "Leave the optimizer state of the checkpoint."),
-    _switch("--no-load-rng", _CHECKPOINT, "Leave the random states of the checkpoint."),
-    _switch("--no-save-rng", _CHECKPOINT, "Save no random states."),
-    _switch("--finetune", _CHECKPOINT, "Load weights only, and start at iteration 0."),
-    # tokenizer of the checkpoint's arguments
-    _value("--tokenizer-model", _RESOLVE, "Default: --hf-checkpoint."),
-    _value("--tokenizer-type", _RESOLVE, "Default: HuggingFaceTokenizer."),
-)
+Add = Callable[..., None]
 
 
 def add_own_flags(parser: argparse.ArgumentParser) -> None:
-    """Add :data:`OWN_FLAGS`; option strings already on ``parser`` are left alone."""
+    """Add these flags; option strings already on ``parser`` are left alone."""
     group = parser.add_argument_group("megatron", "Megatron flags that are no field of a config of megatron-core.")
-    for flag in OWN_FLAGS:
-        add_unless_present(parser, group, list(flag.options), help=flag.help, **flag.settings)
+
+    def add(*options: str, **settings: Any) -> None:
+        add_unless_present(parser, group, list(options), **settings)
+
+    _add_model(add)
+    _add_layout(add)
+    _add_schedule(add)
+    _add_checkpoints(add)
+
+
+def _add_model(add: Add) -> None:
+    add(
+        "--group-query-attention",
+        help="Fewer key heads than query heads: --num-query-groups counts.",
+        action="store_true",
+    )
+    add(
+        "--position-embedding-type",
+        help="How positions enter the model.",
+        default="learned_absolute",
+        choices=["learned_absolute", "rope", "yarn", "mrope", "none"],
+    )
+    add("--use-rotary-position-embeddings", help="The same as --position-embedding-type rope.", action="store_true")
+    add(
+        "--no-position-embedding",
+        help="No learned positions; with --position-embedding-type rope there are none anyway.",
+        action="store_false",
+        dest="add_position_embedding",
+        default=True,
+    )
+    add("--rotary-seq-len-interpolation-factor", help="Positions are divided by this factor.", type=float)
+    add("--use-rope-scaling", help="--rope-scaling-factor divides low rotary frequencies.", action="store_true")
+    add("--rope-scaling-factor", help="The factor of --use-rope-scaling.", type=float, default=8.0)
+    add(
+        "--yarn-truncate",
+        help=(
+            "YaRN rounds the range of dimensions between stretched and not to whole ones; of "
+            "--position-embedding-type yarn. Default: truncate of --hf-checkpoint's config.json, else on."
+        ),
+        action=argparse.BooleanOptionalAction,
+        default=None,
+    )
+    add(
+        "--quick-geglu",
+        help="MLP and experts are gated by x * sigmoid(1.702 x); --glu-linear-offset is added to the other half.",
+        action="store_true",
+    )
+    add(
+        "--untie-embeddings-and-output-weights",
+        help="The output projection has weights of its own.",
+        action="store_true",
+    )
+    add("--vocab-size", help="Vocabulary before padding; default: that of the HF config.", type=int)
+    add(
+        "--make-vocab-size-divisible-by",
+        help="The vocabulary is padded to a multiple of this times the tensor-parallel size.",
+        type=int,
+        default=128,
+    )
+    add("--max-position-embeddings", help="Longest position; default: --seq-length.", type=int)
+    add("--seq-length", help="Nominal sequence length; micro-batches are packed to their own.", type=int)
+    add("--spec", help="Module and function that give the layer spec.", nargs=2, metavar=("MODULE", "NAME"))
+    add("--post-self-attn-layernorm", help="A norm after attention, before its output is added.", action="store_true")
+    add("--post-mlp-layernorm", help="A norm after the MLP, before its output is added.", action="store_true")
+    add("--use-gated-attention", help="The same as --attention-output-gate.", action="store_true")
+    add("--enable-experimental", help="Let megatron-core use what it calls experimental.", action="store_true")
+    add("--recompute-activations", help="The same as --recompute-granularity selective.", action="store_true")
+
+
+def _add_layout(add: Add) -> None:
+    add("--num-layers-per-virtual-pipeline-stage", help="Layers of one virtual pipeline stage.", type=int)
+    add("--num-virtual-stages-per-pipeline-rank", help="Virtual stages of one pipeline rank.", type=int)
+    add(
+        "--disable-gloo-process-groups",
+        help="Make no gloo groups beside the NCCL ones.",
+        action="store_false",
+        dest="enable_gloo_process_groups",
+        default=True,
+    )
+    add(
+        "--no-align-grad-reduce",
+        help=(
+            "With --overlap-grad-reduce and a pipeline, each stage reduces its gradients when they are ready instead "
+            "of all stages at the same moment."
+        ),
+        action="store_false",
+        dest="align_grad_reduce",
+        default=True,
+    )
+    add("--data-parallel-random-init", help="Data-parallel ranks start from different seeds.", action="store_true")
+
+
+def _add_schedule(add: Add) -> None:
+    add(
+        "--lr-decay-style",
+        help="Shape of the learning rate.",
+        default="linear",
+        choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"],
+    )
+    add("--lr-decay-iters", help="Steps over which the rate decays; default: all.", type=int)
+    add("--lr-warmup-iters", help="Steps of linear warm-up.", type=int, default=0)
+    add("--lr-warmup-fraction", help="Warm-up as a fraction of the decay steps.", type=float)
+    add("--lr-warmup-init", help="Rate at the first warm-up step.", type=float, default=0.0)
+    add("--lr-wsd-decay-iters", help="Steps of the last phase of WSD.", type=int)
+    add(
+        "--lr-wsd-decay-style",
+        help="Shape of the last phase of WSD.",
+        default="exponential",
+        choices=["exponential", "linear", "cosine", "minus_sqrt"],
+    )
+    add("--start-weight-decay", help="Weight decay at the start; default: --weight-decay.", type=float)
+    add("--end-weight-decay", help="Weight decay at the end; default: --weight-decay.", type=float)
+    add(
+        "--weight-decay-incr-style",
+        help="How weight decay goes from start to end.",
+        default="constant",
+        choices=["constant", "linear", "cosine"],
+    )
+    add(
+        "--use-checkpoint-opt-param-scheduler",
+        "--use-checkpoint-opt_param-scheduler",
+        help="Take the schedule from the checkpoint.",
+        action="store_true",
+        dest="use_checkpoint_opt_param_scheduler",
+    )
+    add(
+        "--override-opt-param-scheduler",
+        "--override-opt_param-scheduler",
+        help="Take the schedule from the flags although a checkpoint has another.",
+        action="store_true",
+        dest="override_opt_param_scheduler",
+    )
+
+
+def _add_checkpoints(add: Add) -> None:
+    add("--ckpt-step", help="Load this iteration instead of the latest.", type=int)
+    add("--ckpt-format", help="Format of checkpoints.", default="torch_dist", choices=["torch_dist"])
+    add("--no-load-optim", help="Leave the optimizer state of the checkpoint.", action="store_true")
+    add("--no-load-rng", help="Leave the random states of the checkpoint.", action="store_true")
+    add("--no-save-rng", help="Save no random states.", action="store_true")
+    add("--finetune", help="Load weights only, and start at iteration 0.", action="store_true")
+    add("--tokenizer-model", help="Default: --hf-checkpoint.")
+    add("--tokenizer-type", help="Default: HuggingFaceTokenizer.")
 
 
 def load_spec(path: list[str]) -> Any:
