@@ -175,16 +175,19 @@ def is_huggingface_folder(folder: str | None) -> bool:
     return folder is not None and [(Path(folder) / name).is_file() for name in files] == [True, False]
 
 
-def inspect_checkpoint(folder: str, flag: str, step: int | None = None) -> CheckpointFolder:
+def inspect_checkpoint(
+    folder: str, flag: str, step: int | None = None, *, step_flag: str = "--ckpt-step"
+) -> CheckpointFolder:
     """Return what ``folder`` holds.
 
     Args:
         folder: the value of ``flag``.
         flag: named in errors.
         step: the iteration wanted; None takes the tracker's.
+        step_flag: the flag of ``step``, named in errors.
 
     Raises:
-        ConfigError: the folder is missing, holds no checkpoint, or its tracker names a save that is not there.
+        ConfigError: the folder is missing, holds no checkpoint, or the save that is wanted is not whole.
     """
     path = Path(folder)
     if path.is_file():
@@ -195,15 +198,14 @@ def inspect_checkpoint(folder: str, flag: str, step: int | None = None) -> Check
         return CheckpointFolder("megatron", int(path.name.removeprefix("iter_")), path)
     if path.name == "release" and (path / "metadata.json").is_file():
         return CheckpointFolder("megatron", "release", path)
-    if (path / TRACKER).is_file():
-        iteration = read_tracker(path / TRACKER, flag)
-        wanted = iteration if step is None else step
+    if (path / TRACKER).is_file() or (step is not None and (path / f"iter_{step:07d}").is_dir()):
+        wanted = read_tracker(path / TRACKER, flag) if step is None else step
         name = "release" if wanted == "release" else f"iter_{wanted:07d}"
-        if not (path / name).is_dir() or not any((path / name).iterdir()):
+        if not (path / name / "metadata.json").is_file():
             saves = ", ".join(sorted(entry.name for entry in path.iterdir() if entry.is_dir())) or "none"
             raise ConfigError(
-                f"{flag}: {folder} has no checkpoint {name}, or it is empty; saves there: {saves}. "
-                + ("Repair the folder or give another one." if step is None else "Choose one of those.")
+                f"{flag}: {folder} has no checkpoint {name}, or it is incomplete; saves there: {saves}. "
+                + ("Repair the folder or give another one." if step is None else f"Choose one of those: {step_flag}.")
             )
         return CheckpointFolder("megatron", wanted, path / name)
     if is_huggingface_folder(folder):

@@ -139,7 +139,8 @@ def save_behind_training(folder: str) -> None:
     from slime.backends.megatron_utils import checkpoint
     from slime.backends.megatron_utils.checkpoints import checkpoint_writer
     from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
-    from slime.utils.errors import DataError
+    from slime.flags.checkpoint import TRACKER, inspect_checkpoint, read_tracker
+    from slime.utils.errors import ConfigError, DataError
     from tests.dist.checkpoint_case import build, parse, take_step, tensors_in
 
     args = parse("--fp32", folder=folder)
@@ -149,7 +150,7 @@ def save_behind_training(folder: str) -> None:
     plain = tensors_in(checkpoint.save_checkpoint(args, 1, *state))
     background.publish(folder, 1)  # nothing is being written: at once
     dist.barrier()
-    assert checkpoint.read_tracker(folder) == 1
+    assert read_tracker(Path(folder) / TRACKER, "--save") == 1
 
     gate, write = threading.Event(), checkpoint_writer._write
 
@@ -161,13 +162,13 @@ def save_behind_training(folder: str) -> None:
     lagging = checkpoint.save_checkpoint(args, 2, *state, background=background)
     background.publish(folder, 2)
     take_step(*state, seed=0)  # training goes on
-    assert checkpoint.read_tracker(folder) == 1
-    with pytest.raises(DataError, match="iter_0000002 is missing or incomplete"):
-        checkpoint.find_checkpoint(folder, 2)
+    assert read_tracker(Path(folder) / TRACKER, "--save") == 1
+    with pytest.raises(ConfigError, match="no checkpoint iter_0000002, or it is incomplete"):
+        inspect_checkpoint(folder, "--load", 2)
     gate.set()
     background.wait()
     dist.barrier()
-    assert checkpoint.read_tracker(folder) == 2
+    assert read_tracker(Path(folder) / TRACKER, "--save") == 2
     written = tensors_in(lagging)
     assert written.keys() == plain.keys()
     assert all(written[name].equal(tensor) for name, tensor in plain.items())
@@ -177,11 +178,11 @@ def save_behind_training(folder: str) -> None:
     checkpoint.save_checkpoint(args, 3, *state, background=background)
     background.wait()
     dist.barrier()
-    assert checkpoint.read_tracker(folder) == 2
+    assert read_tracker(Path(folder) / TRACKER, "--save") == 2
     dist.barrier()  # rank 1 has looked, too
     background.publish(folder, 3)
     dist.barrier()
-    assert checkpoint.read_tracker(folder) == 3
+    assert read_tracker(Path(folder) / TRACKER, "--save") == 3
 
     def fail(*arguments: Any) -> Any:
         raise OSError("no space left")
@@ -195,13 +196,13 @@ def save_behind_training(folder: str) -> None:
         background.wait()
     checkpoint_writer._FileWriter.write_data = write_data
     dist.barrier()
-    assert checkpoint.read_tracker(folder) == 3
+    assert read_tracker(Path(folder) / TRACKER, "--save") == 3
     # The remains are cleared away by the next save of that iteration, which waits for nothing.
     checkpoint.save_checkpoint(args, 4, *state, background=background)
     background.publish(folder, 4)
     background.wait()
     dist.barrier()
-    assert checkpoint.read_tracker(folder) == 4
+    assert read_tracker(Path(folder) / TRACKER, "--save") == 4
     args.ckpt_step = 2
     assert checkpoint.load_checkpoint(args, *build(args)) == 2
 

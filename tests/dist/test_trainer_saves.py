@@ -29,7 +29,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def train_save_resume(rank: int, world_size: int, port: int, hf: str, save: str) -> None:
-    from slime.backends.megatron_utils.checkpoint import read_tracker
+    from slime.flags.checkpoint import TRACKER, read_tracker
 
     for name, layout in LAYOUTS.items():
         folder = Path(save) / name
@@ -49,7 +49,7 @@ def train_save_resume(rank: int, world_size: int, port: int, hf: str, save: str)
         assert not same(loaded, once) and not same(once, twice)
         worker.save_model(1, force_sync=True)
         # On disk since long, but the data position of rollout 1 is not saved yet; rank 0 publishes it next.
-        assert rank or read_tracker(folder) == 0
+        assert rank or read_tracker(folder / TRACKER, "--save") == 0
         worker.publish_checkpoint(1)
 
         # The reference followed the actor after the second rollout; the actor's weights come back as they were.

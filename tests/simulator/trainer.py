@@ -24,7 +24,7 @@ from slime.ext.fast_push.carrier import NO_BUCKET, CarriedPush, Carrier
 from slime.ext.fast_push.engine_verbs import receive_weight_bucket
 from slime.ext.fast_push.manifest import BucketEntry, BucketSlice, Manifest, TensorEntry
 from slime.ext.fast_push.verified_push import VerifiedPush
-from slime.flags.checkpoint import version_before
+from slime.flags.checkpoint import inspect_checkpoint, version_before
 from slime.utils.errors import DataError
 from slime.weights.push.participants import reason_of, start_all, wait_together
 from slime.weights.push.state import TrainerRanks
@@ -338,9 +338,10 @@ def write(shards: dict[str, list[Any]], common: bytes, folder: Path, group: Any,
 
 def load(args: Namespace, world_size: int) -> tuple[int, int]:
     """Return state and iteration of the checkpoint that ``--load`` means."""
-    if args.load is None or not (Path(args.load) / checkpoint.TRACKER_FILE).exists():
+    if args.load is None or not (Path(args.load) / checkpoint.TRACKER).exists():
         return WORLD[0].disk_state, 0
-    folder, iteration = checkpoint.find_checkpoint(args.load, args.ckpt_step)
+    found = inspect_checkpoint(args.load, "--load", args.ckpt_step)
+    folder, iteration = found.folder, found.iteration
     states = set()
     for rank in range(world_size):
         try:

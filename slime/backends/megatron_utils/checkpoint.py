@@ -37,12 +37,10 @@ from slime.backends.megatron_utils.checkpoints.resumed_state import (
     rng_state,
     schedule_state,
 )
-from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, supports_hf_weight_loading
+from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.layers.value_head import find_value_head, take_out_unsaved_head
 from slime.backends.megatron_utils.model_transform import AddedParameters, added_parameters
-from slime.flags.checkpoint import TRACKER as TRACKER_FILE
-from slime.flags.checkpoint import read_tracker as read_tracker_file
-from slime.flags.group import flag_of
+from slime.flags.checkpoint import TRACKER, inspect_checkpoint
 from slime.utils.distributed_utils import object_of_first
 from slime.utils.errors import DataError
 from slime.utils.files import write_atomically
@@ -52,69 +50,11 @@ logger = logging.getLogger(__name__)
 
 RELEASE = "release"
 CHECKPOINT_VERSION = 3.0
-_ITERATION_FOLDER = re.compile(r"iter_(\d{7})")
-
-
-# Places
 
 
 def checkpoint_folder(root: str | Path, iteration: int | str) -> Path:
     """Return ``root/iter_0000012``, or ``root/release``."""
     return Path(root) / (RELEASE if iteration == RELEASE else f"iter_{int(iteration):07d}")
-
-
-def _iteration_of(folder: Path) -> int | str | None:
-    """Return the iteration that the name of a checkpoint folder says, ``"release"``, or None for another folder."""
-    if folder.name == RELEASE:
-        return RELEASE
-    match = _ITERATION_FOLDER.fullmatch(folder.name)
-    return int(match[1]) if match else None
-
-
-def read_tracker(root: str | Path, flag: str = "--load") -> int | str | None:
-    """Return the iteration that counts, ``"release"``, or None when ``root`` has no tracker file.
-
-    Raises:
-        ConfigError: the tracker holds something else.
-    """
-    path = Path(root) / TRACKER_FILE
-    return read_tracker_file(path, flag) if path.exists() else None
-
-
-def find_checkpoint(
-    root: str | Path, step: int | None = None, *, flag: str = "--load", step_flag: str = "--ckpt-step"
-) -> tuple[Path, int | str]:
-    """Find the Megatron checkpoint that ``root`` means.
-
-    Args:
-        root: a folder with a tracker file, or a checkpoint folder (``iter_0000012``, ``release``) itself.
-        step: this iteration instead of the tracker's (``--ckpt-step``).
-        flag: the flag that named ``root``, for messages.
-        step_flag: the flag of ``step``, for messages.
-
-    Returns:
-        Its folder and its iteration (or ``"release"``).
-
-    Raises:
-        DataError: there is no complete checkpoint there.
-    """
-    folder = root = Path(root)
-    iteration = _iteration_of(root)
-    if iteration is None:
-        iteration = step if step is not None else read_tracker(root, flag)
-        if iteration is None:
-            raise DataError(
-                f"{flag} {root}: no {TRACKER_FILE} in it and no Hugging Face config.json either. Convert a Hugging "
-                "Face model with tools/convert_hf_to_torch_dist.py, or name a folder written by --save."
-            )
-        folder = checkpoint_folder(root, iteration)
-    if not (folder / FORMAT_FILE).exists():
-        present = sorted(path.name for path in root.glob("iter_*")) if root.is_dir() else []
-        raise DataError(
-            f"{flag} {root}: {folder.name} is missing or incomplete (no metadata.json in {folder}); "
-            f"there are {', '.join(present) or 'no checkpoints'}. Pick a complete one with {step_flag}."
-        )
-    return folder, iteration
 
 
 # Saving
@@ -189,14 +129,14 @@ def publish_checkpoint(save_dir: str | Path, iteration: int | str, *, keep_last:
         keep_last: then remove all but so many checkpoints, the newest up to this one; None keeps all.
     """
     content = str(iteration).encode()
-    write_atomically(Path(save_dir, TRACKER_FILE), lambda file: file.write(content), what="Which checkpoint counts")
+    write_atomically(Path(save_dir, TRACKER), lambda file: file.write(content), what="Which checkpoint counts")
     if keep_last is not None and iteration != RELEASE:
         _remove_old(Path(save_dir), int(iteration), keep_last)
 
 
 def _remove_old(root: Path, iteration: int, keep_last: int) -> None:
     """Remove checkpoints from before ``iteration``; later ones are of another run, which this one goes back beyond."""
-    found = sorted(number for path in root.iterdir() if isinstance(number := _iteration_of(path), int))
+    found = sorted(int(path.name[5:]) for path in root.iterdir() if re.fullmatch(r"iter_\d{7}", path.name))
     found = [number for number in found if number <= iteration]
     whole = [number for number in found if (checkpoint_folder(root, number) / FORMAT_FILE).exists()]
     for old in sorted({*found} - {*whole[-keep_last:]}):
@@ -263,10 +203,8 @@ def load_checkpoint(
     model: list[torch.nn.Module],
     optimizer: Any = None,
     opt_param_scheduler: Any = None,
-    *,
-    load_arg: str = "load",
 ) -> int:
-    """Load what ``args.<load_arg>`` names, a Megatron checkpoint or a Hugging Face folder.  Collective.
+    """Load what ``--load`` names, a Megatron checkpoint or a Hugging Face folder.  Collective.
 
     With ``args.finetune``, for a ``release`` checkpoint and for a Hugging Face folder, the weights are loaded and
     nothing else.
@@ -275,7 +213,8 @@ def load_checkpoint(
         The iteration of the checkpoint; 0 where only weights are loaded.
 
     Raises:
-        DataError: there is no checkpoint, it is incomplete, or it does not fit the model's flags.
+        ConfigError: there is no checkpoint, or it is incomplete.
+        DataError: it is damaged, or does not fit the model's flags.
     """
     added = added_parameters(model)
     if added is not None:
@@ -283,66 +222,11 @@ def load_checkpoint(
         if added.load_first(model):
             _refresh(optimizer)
             return 0
-    return _load(args, model, optimizer, opt_param_scheduler, load_arg, added)
-
-
-def load_weights(args: Namespace, model: list[torch.nn.Module], load_arg: str) -> None:
-    """Load the weights of what ``args.<load_arg>`` names into all parameters that no transform added.  Collective."""
-    _load(Namespace(**{**vars(args), "finetune": True}), model, None, None, load_arg, None)
-
-
-def load_trained_weights(args: Namespace, model: list[torch.nn.Module], load_arg: str, step_arg: str) -> None:
-    """Load the weights of what ``args.<load_arg>`` names into those that are trained.  Collective.
-
-    These are the parameters that a transform added, else all.
-
-    Args:
-        args: with the step in ``ckpt_step``.
-        step_arg: attribute of the flag that gave the step, for messages.
-
-    Raises:
-        DataError: as :func:`load_checkpoint`.
-    """
-    weights_only = Namespace(**{**vars(args), "finetune": True})
-    _load(weights_only, model, None, None, load_arg, added_parameters(model), step_arg)
-
-
-def _load(
-    args: Namespace,
-    model: list[torch.nn.Module],
-    optimizer: Any,
-    opt_param_scheduler: Any,
-    load_arg: str,
-    added: AddedParameters | None,
-    step_arg: str | None = None,
-) -> int:
-    """Load as :func:`load_checkpoint` says: what ``added`` added with its optimizer, or the rest of the model."""
-    flag = flag_of(load_arg)
-    root = getattr(args, load_arg)
-    if not root or not Path(root).is_dir() or not any(Path(root).iterdir()):
-        raise DataError(f"{flag} is {root!r}: there is no such folder, or it is empty")
-    if read_tracker(root, flag) is None and _iteration_of(Path(root)) is None and supports_hf_weight_loading(root):
-        load_hf_weights(args, unwrap_model(model), root)
+    loaded = load_weights(args, model, args.load, added, flag="--load", step=args.ckpt_step)
+    if loaded is None or loaded[1] == RELEASE or args.finetune:
         _refresh(optimizer)
         return 0
-    if step_arg is None:
-        step_arg = "ref_ckpt_step" if load_arg == "ref_load" else "ckpt_step"
-    folder, iteration = find_checkpoint(root, args.ckpt_step, flag=flag, step_flag=flag_of(step_arg))
-    try:
-        reader = CheckpointReader(folder, verify=args.verify_checkpoint)
-        common = reader.read_common()
-    except DataError as error:
-        raise DataError(f"{flag}: {error}") from error
-    if added is not None and not any(map(added.owns, saved_shapes(reader))):
-        raise DataError(
-            f"{flag} {root} holds a whole model, and {added.claim}; give the model to begin with as --ref-load."
-        )
-    _load_model(vars(args), reader, common.get("args"), model, flag, added)
-    is_weights_only = iteration == RELEASE or args.finetune
-    if is_weights_only:
-        _refresh(optimizer)
-        logger.info("loaded the weights of %s", folder)
-        return 0
+    reader, iteration, common = loaded
     if optimizer is not None:
         if args.use_stateless_adam:
             _refresh(optimizer)
@@ -354,8 +238,50 @@ def _load(
             load_optimizer(reader, common, model_state(model), optimizer, opt_param_scheduler)
     if not args.no_load_rng:
         load_generators(reader, common)
-    logger.info("resumed from %s", folder)
+    logger.info("resumed from %s", reader.folder)
     return int(iteration)
+
+
+def load_weights(
+    args: Namespace,
+    model: list[torch.nn.Module],
+    root: str,
+    added: AddedParameters | None = None,
+    *,
+    flag: str,
+    step: int | None,
+    step_flag: str = "--ckpt-step",
+) -> tuple[CheckpointReader, int | str, dict[str, Any]] | None:
+    """Load weights alone, from a Megatron checkpoint or a Hugging Face folder.  Collective.
+
+    Args:
+        added: the transform whose parameters are loaded; None loads all others.
+        flag: the flag that named ``root``, for messages.
+        step: an iteration of a Megatron checkpoint; None for the latest.
+        step_flag: the flag of ``step``, for messages.
+
+    Returns:
+        The checkpoint, its iteration and what all ranks share of it; None for a Hugging Face folder.
+
+    Raises:
+        SlimeError: as :func:`load_checkpoint`.
+    """
+    found = inspect_checkpoint(root, flag, step, step_flag=step_flag)
+    if found.iteration is None:
+        load_hf_weights(args, unwrap_model(model), root)
+        return None
+    try:
+        reader = CheckpointReader(found.folder, verify=args.verify_checkpoint)
+        common = reader.read_common()
+    except DataError as error:
+        raise DataError(f"{flag}: {error}") from error
+    if added is not None and not any(map(added.owns, saved_shapes(reader))):
+        raise DataError(
+            f"{flag} {root} holds a whole model, and {added.claim}; give the model to begin with as --ref-load."
+        )
+    _load_model(vars(args), reader, common.get("args"), model, flag, added)
+    logger.info("loaded the weights of %s", found.folder)
+    return reader, found.iteration, common
 
 
 def _load_model(

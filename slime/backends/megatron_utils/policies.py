@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -23,11 +22,13 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from slime.backends.megatron_utils import checkpoint, memory
+from slime.backends.megatron_utils.checkpoints.checkpoint_reader import FORMAT_FILE
 from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.flags.algorithm import FrozenPolicy
 from slime.flags.checkpoint import is_iteration_folder
+from slime.flags.group import flag_of
 from slime.observability.telemetry import span
-from slime.utils.errors import ConfigError, DataError
+from slime.utils.errors import ConfigError
 from slime.weights.pinned_memory import host_tensors_like
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,9 @@ class Policies:
             others.insert(0, FrozenPolicy("ref", "ref_load", args.ref_load, "ref_ckpt_step", step, "ref_log_probs"))
         for policy in others:
             # Weights only: the optimizer and the generators belong to the actor.
-            frozen = Namespace(**{**vars(args), policy.load_arg: policy.folder, "ckpt_step": policy.step})
-            checkpoint.load_trained_weights(frozen, self._model, policy.load_arg, policy.step_arg)
+            flags = {"flag": flag_of(policy.load_arg), "step_flag": flag_of(policy.step_arg)}
+            added = added_parameters(self._model)
+            checkpoint.load_weights(args, self._model, policy.folder, added, step=policy.step, **flags)
             weights.active = policy.tag
             weights.backup(policy.tag)
         weights.switch_to("actor")
@@ -95,8 +97,9 @@ class Policies:
         given = [root for root in dict.fromkeys(roots) if root is not None]
         for root in given:
             parent = Path(root).parent if is_iteration_folder(root) else root
-            with suppress(DataError):
-                return str(checkpoint.find_checkpoint(parent, updated)[0])
+            folder = checkpoint.checkpoint_folder(parent, updated)
+            if (folder / FORMAT_FILE).is_file():
+                return str(folder)
         logger.warning(
             "the reference was the actor of rollout %d (--ref-update-interval %d), which is not saved in %s: until "
             "the next update it is --ref-load %s again. Save at multiples of the interval (--save-interval), and "

@@ -33,6 +33,7 @@ from slime.ext.lora.state import (
     save_peft,
     sharded_entry,
 )
+from slime.flags.group import flag_of
 
 _ADAPTER = re.compile(r"^(.*\.)lora\.[ab]$")
 
@@ -77,7 +78,8 @@ class Lora(AddedParameters):
         args, base = self.args, lora_base(self.args)
         step = args.ckpt_step if args.load == base else args.ref_ckpt_step
         given_as = next(name for name in ("ref_load", "load", "hf_checkpoint") if getattr(args, name) == base)
-        checkpoint.load_weights(Namespace(**{**vars(args), "ckpt_step": step}), model, given_as)
+        step_flag = "--ref-ckpt-step" if given_as == "ref_load" else "--ckpt-step"
+        checkpoint.load_weights(args, model, base, flag=flag_of(given_as), step=step, step_flag=step_flag)
         if args.lora_base_precision is not None:
             hold_quantized(model, args.lora_base_precision)
 

@@ -211,7 +211,7 @@ def test_students_get_their_teachers_log_probs_from_the_program(teacher, tmp_pat
         assert ask(port, "/update_weights_from_disk", {"model_path": str(tmp_path / "other")})[0] == 401
         assert ask(port, "/update_weights_from_disk", {"model_path": str(tmp_path / "other")}, "wrong")[0] == 401
         status, answer = ask(port, "/update_weights_from_disk", {"model_path": str(tmp_path / "nothing")}, secret)
-        assert (status, answer["success"]) == (400, False) and "no such folder" in answer["message"]
+        assert (status, answer["success"]) == (400, False) and "is not a folder" in answer["message"]
         assert ask(port, "/healthz")[0] == 503  # the weights in the model are undefined now
         assert ask(port, "/generate", {"input_ids": [1, 2]})[0] == 503
         status, answer = ask(port, "/update_weights_from_disk", {"model_path": str(tmp_path / "other")}, secret)

@@ -12,7 +12,7 @@ from slime.backends.megatron_utils.checkpoint import load_checkpoint, save_check
 from slime.backends.megatron_utils.parameters import iter_shards
 from slime.backends.megatron_utils.policies import ModelSwitch, Policies
 from slime.ext.lora.transform import Lora
-from slime.utils.errors import DataError
+from slime.utils.errors import ConfigError
 from tests.dist.trainer_case import write_model
 from tests.unit.backends.megatron_utils.test_sleep import build_with
 
@@ -30,7 +30,7 @@ FLAGS = {
 def test_a_model_under_adapters_that_is_not_there_is_named_by_the_flag_that_gave_it(
     given: dict[str, str], flag: str
 ) -> None:
-    with pytest.raises(DataError, match=f"{flag} is 'gone'"):
+    with pytest.raises(ConfigError, match=f"{flag}: gone is not a folder"):
         Lora(Namespace(**{**FLAGS, **given})).load_frozen([])
 
 

@@ -111,7 +111,7 @@ CHECKPOINTS = (
     Broken(
         mistake="a run that has ended already",
         flags="--load $folder/out",
-        files={"out/latest_checkpointed_iteration.txt": "99", "out/iter_0000099/x": ""},
+        files={"out/latest_checkpointed_iteration.txt": "99", "out/iter_0000099/metadata.json": ""},
         says=("--num-rollout 100", "rollout 99", "nothing is left"),
         error=None,
     ),

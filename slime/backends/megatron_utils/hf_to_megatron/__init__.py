@@ -33,12 +33,6 @@ logger = logging.getLogger(__name__)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-def supports_hf_weight_loading(path: str | Path) -> bool:
-    """Return True for a folder with a HF config and safetensors; ``load_hf_weights`` refuses unknown families."""
-    folder = Path(path)
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-
-
 def weight_map_of(path: str | Path, model_name: str | None) -> WeightMap:
     """Return the weight map of a checkpoint's model type, or of ``--model-name`` where that type is not known.
 

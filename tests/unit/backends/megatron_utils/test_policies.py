@@ -12,7 +12,7 @@ import torch
 from slime.backends.megatron_utils import policies
 from slime.backends.megatron_utils.policies import ModelSwitch, Policies
 from slime.flags.algorithm import FrozenPolicy
-from slime.utils.errors import DataError
+from slime.utils.errors import ConfigError
 
 FRESH = {
     "finetune": True,
@@ -37,11 +37,13 @@ def load(
     model = torch.nn.Linear(3, 2)
     torch.nn.init.ones_(model.weight)
 
-    def load_weights(args: Namespace, chunks: list[torch.nn.Module], load_arg: str, step_arg: str) -> None:
-        read.append(getattr(args, load_arg))
+    def load_weights(
+        args: Namespace, chunks: list[torch.nn.Module], root: str, added: None, *, flag: str, step: int, step_flag: str
+    ) -> None:
+        read.append(root)
         torch.nn.init.constant_(model.weight, 2)
 
-    monkeypatch.setattr(policies.checkpoint, "load_trained_weights", load_weights)
+    monkeypatch.setattr(policies.checkpoint, "load_weights", load_weights)
     switch = ModelSwitch([model])
     kept = Policies(Namespace(**{**FRESH, **changed}), [model], switch)
     kept.load(with_ref=True, is_from_load=is_from_load, iteration=iteration)
@@ -101,7 +103,7 @@ def test_a_run_that_goes_on_has_the_reference_that_it_had(
 def test_a_policy_that_is_not_there_is_named_by_the_flag_that_gave_it(load_arg: str, flag: str) -> None:
     asked = [FrozenPolicy("other", load_arg, "gone", "other_step", None, "other_log_probs")]
     model = torch.nn.Linear(3, 2)
-    with pytest.raises(DataError, match=f"{flag} is 'gone'"):
+    with pytest.raises(ConfigError, match=f"{flag}: gone is not a folder"):
         kept = Policies(Namespace(**{**FRESH, "frozen_policies": asked}), [model], ModelSwitch([model]))
         kept.load(with_ref=False, is_from_load=True, iteration=0)
 
@@ -131,6 +133,6 @@ def test_a_step_that_is_not_there_is_named_by_its_flag(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     asked = [FrozenPolicy("teacher", "opd_teachers", str(tmp_path), "opd_teacher_ckpt_step", 2, "other_log_probs")]
     model = torch.nn.Linear(3, 2)
-    with pytest.raises(DataError, match="iter_0000002 is missing .* Pick a complete one with --opd-teacher-ckpt-step"):
+    with pytest.raises(ConfigError, match="no checkpoint iter_0000002, .* those: --opd-teacher-ckpt-step"):
         kept = Policies(Namespace(**{**FRESH, "frozen_policies": asked}), [model], ModelSwitch([model]))
         kept.load(with_ref=False, is_from_load=True, iteration=0)

@@ -12,15 +12,14 @@ import pytest
 
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.backends.megatron_utils.checkpoint import (
-    find_checkpoint,
     load_checkpoint,
     publish_checkpoint,
-    read_tracker,
     save_checkpoint,
 )
 from slime.backends.megatron_utils.checkpoints import checkpoint_writer
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.model import build_model
+from slime.flags.checkpoint import inspect_checkpoint
 from slime.utils.errors import DataError
 from tests.unit.backends.megatron_utils.megatron_case import hf_flags, parse, start_single_process, write_hf_model
 from tests.unit.rollout.test_disk_full import full_disk
@@ -96,7 +95,7 @@ def test_a_checkpoint_that_counts_survives_the_loss_of_all_that_was_not_synced(
     else:
         publish_checkpoint(args.save, 5)
     left = disk.after_a_power_cut(tmp_path / "left")
-    assert read_tracker(left) == 5
+    assert inspect_checkpoint(str(left), "--load").iteration == 5
     assert {path.name for path in (left / folder.name).iterdir()} == {path.name for path in folder.iterdir()}
     for path in folder.iterdir():
         assert (left / folder.name / path.name).read_bytes() == path.read_bytes(), path
@@ -123,7 +122,8 @@ def test_a_full_disk_is_named_and_leaves_only_the_checkpoint_before(room_bytes, 
         "latest_checkpointed_iteration.txt",
     ]
     assert {path.name: path.read_bytes() for path in before.iterdir()} == content
-    assert find_checkpoint(args.save) == (before, 1)
+    found = inspect_checkpoint(args.save, "--load")
+    assert (found.folder, found.iteration) == (before, 1)
     save(run, 2)  # with room it goes on
 
 
