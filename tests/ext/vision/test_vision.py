@@ -23,13 +23,16 @@ from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of
 from slime.backends.megatron_utils.layers.mtp import GPTModelWithMtp
+from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.train_metrics import image_patches
+from slime.compose import parts
 from slime.ext.vision.flags import complete_vision
 from slime.ext.vision.images import ImageBatch, place_images
 from slime.ext.vision.towers import tower_of
 from slime.ext.vision.transform import JoinedInputs, VisionTower
+from slime.ray.parts import load_all
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.processing_utils import full_pixels
 from tests.matrix import trainer
@@ -38,6 +41,8 @@ from tests.matrix.case import FamilyCase, load_cases, read_config, read_tensors
 from tests.matrix.families import glm4v, qwen3_5_vl, qwen3_vl
 from tests.matrix.parity import one_process_world
 from tests.matrix.references.vision import END, IMAGE, START
+from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
+from tests.unit.backends.megatron_utils.test_hf_weights import check_extra_tensor
 
 CASE = qwen3_vl.CASE
 SEEING = (*qwen3_vl.CASES, *qwen3_5_vl.CASES, *glm4v.CASES)
@@ -223,3 +228,16 @@ def test_a_users_model_gets_the_pixels_of_all_samples_joined_as_floats(tmp_path:
     CASE.write_checkpoint(tmp_path)
     own = VisionTower(Namespace(hf_checkpoint=str(tmp_path))).arguments(batch)["images"]
     assert own.inputs is inputs and own.sequences == ["ids"] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("glm4v", "model.visual.merger.extra.weight"), ("qwen3_vl", "model.visual.blocks.99.norm1.weight")],
+)
+def test_a_tensor_that_no_part_of_the_tower_reads_is_an_error(tmp_path: Path, kind: str, name: str) -> None:
+    case = load_cases([kind])[kind]
+    case.write_checkpoint(tmp_path)
+    args = parse("--hf-checkpoint", tmp_path, *case.flags(tmp_path))
+    start_single_process(args)
+    build = get_model_provider(args, transforms=[make(args) for make in load_all(parts(args).transforms)])
+    check_extra_tensor(args, build, tmp_path, name)
