@@ -16,6 +16,7 @@ with the time that a copy of the bytes takes beside it.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import socket
@@ -103,6 +104,7 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--disaggregated", action="store_true", help="the engine has GPUs of its own")
     parser.add_argument("--pushes", type=int, default=5, help="measured pushes, behind one that warms up")
     parser.add_argument("--check", action="store_true", help="compare all weights in one more push (by value: slow)")
+    parser.add_argument("--turn", default=None, metavar="FILE", help="push while this file is locked: runs take turns")
     parser.add_argument("--out", default=None, metavar="FILE", help="the numbers as JSON")
     parser.add_argument("--work-dir", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--url", default=None, help=argparse.SUPPRESS)
@@ -241,6 +243,10 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
     make_transport = transport and transport.load()
     updater = WeightUpdater(args, model, lambda: None, hf_config=hf_config, make_transport=make_transport)
     updater.connect([proxy], num_new_engines=1)
+    if options.turn and rank == 0:
+        turn = open(options.turn, "w")  # held until this process ends
+        fcntl.flock(turn, fcntl.LOCK_EX)
+    dist.barrier()
     reports, seconds = [], []
     rate = copy_rate(next(model[0].parameters()).device)
     for push in range(options.pushes + 1):

@@ -106,19 +106,24 @@ def draw(seed: int) -> list[Strike]:
     return strikes
 
 
-def setting_of(seed: int, num_gpus: int) -> Setting:
-    """Return the layout of a seed on so many GPUs; 0 for the logical ones of a CPU, of which there are enough."""
+def setting_of(seed: int, num_gpus: int, num_ranks: int | None = None) -> Setting:
+    """Return the layout of a seed on so many GPUs; 0 for the logical ones of a CPU, of which there are enough.
+
+    ``num_ranks`` of the trainer, if given, share their GPUs with engines.
+    """
+    if num_ranks:
+        return Setting(num_ranks, True, ("checkpoint", "memory")[seed // 2 % 2])
     num_ranks = 1 + seed % 2 if num_gpus != 1 else 1
     shares_gpus = seed % 3 == 2 or 0 < num_gpus < num_ranks + 1
     return Setting(num_ranks, shares_gpus, ("checkpoint", "memory")[seed // 2 % 2])
 
 
-def visible_gpus(seed: int, num_gpus: int) -> dict[str, str]:
+def visible_gpus(seed: int, num_gpus: int, gpus_of_a_job: int = GPUS_OF_A_JOB) -> dict[str, str]:
     """Return the environment that gives the job of a seed its GPUs."""
-    if num_gpus <= GPUS_OF_A_JOB:
+    if num_gpus <= gpus_of_a_job:
         return {}
-    first = seed % (num_gpus // GPUS_OF_A_JOB) * GPUS_OF_A_JOB
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + GPUS_OF_A_JOB)))}
+    first = seed % (num_gpus // gpus_of_a_job) * gpus_of_a_job
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + gpus_of_a_job)))}
 
 
 @dataclass
@@ -310,6 +315,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="The first seed.")
     parser.add_argument("--parallel", type=int, default=1, help="Schedules that run side by side.")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--ranks", type=int, help="Trainer ranks of every job; default: 1 or 2, by the seed.")
     parser.add_argument("--limit-s", type=float, default=1800, help="Seconds that one schedule may take.")
     parser.add_argument("--write-docs", action="store_true", help="Record the table in benchmarks/results.")
     parser.add_argument("flags", nargs="*", help="More flags for train.py, after --.")
@@ -338,10 +344,11 @@ def main() -> int:
     root = options.work_dir.resolve()
     make_task(root)
     seeds = range(options.seed, options.seed + options.schedules)
+    gpus_of_a_job = options.ranks or GPUS_OF_A_JOB
     schedules = [
         Schedule(
-            seed, setting_of(seed, min(num_gpus, GPUS_OF_A_JOB)), draw(seed), root / str(seed),
-            visible_gpus(seed, num_gpus),
+            seed, setting_of(seed, min(num_gpus, gpus_of_a_job), options.ranks), draw(seed), root / str(seed),
+            visible_gpus(seed, num_gpus, gpus_of_a_job),
         )
         for seed in seeds
     ]  # fmt: skip

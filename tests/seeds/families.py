@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.seeds.recipes import COLOCATED, CPU_SIZES, DENSE, GPU_SIZES, Form, Job, Seed, torch_dist
+from tests.seeds.recipes import (
+    COLOCATED,
+    CPU_SIZES,
+    DENSE,
+    GPU_SIZES,
+    ONE_GPU,
+    TRITON_FP8,
+    Form,
+    Job,
+    Seed,
+    torch_dist,
+)
 
 CPU_FLAGS = f"{CPU_SIZES} --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --global-batch-size 16"
 GPU_FLAGS = f"{GPU_SIZES} --global-batch-size 64"
@@ -175,7 +186,37 @@ NEMOTRON = Seed(
     ),
 )
 
+V4_FOLDER = "DeepSeek-V4-Flash-bf16"
+V4_LAYERS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"]
+DEEPSEEK_V4 = Seed(
+    title="DeepSeek-V4-Flash",
+    script="run-deepseek-v4-flash.sh",
+    family="deepseek_v4-128",
+    folder=V4_FOLDER,
+    cpu=None,
+    gpu=Form(
+        # Heads, their width, the window and the entries are those that FlashMLA has.
+        sizes={
+            **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 64, "head_dim": 512},
+            **{"partial_rotary_factor": 0.125, "q_lora_rank": 256, "o_groups": 8, "o_lora_rank": 128},
+            **{"layer_types": V4_LAYERS, "sliding_window": 128, "index_n_heads": 64, "index_head_dim": 128},
+            **{"index_topk": 512, "moe_intermediate_size": 256, "swiglu_limit": 10.0},
+        },
+        weight_std=0.04,
+        prepare=(torch_dist("deepseek-v4-flash", V4_FOLDER, f"{V4_FOLDER}_torch_dist"),),
+        environment={
+            **{**TRITON_FP8, "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1", "SGLANG_OPT_FP8_WO_A_GEMM": "0"},
+            # Without tilelang.
+            **{"SGLANG_OPT_USE_TILELANG_MHC_PRE": "0", "SGLANG_OPT_USE_TILELANG_MHC_POST": "0"},
+            "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
+        },
+        flags=f"{GPU_FLAGS} {ONE_GPU} --sglang-attention-backend dsv4 --sglang-cuda-graph-bs-decode 1 2 4 8 16",
+        jobs=(Job("1 GPU, Adam on the host; colocated, an FP8 cache", "", num_gpus=1, bound=0.2),),
+    ),
+)
+
 FAMILIES = {
     **{"olmo3-7b": OLMO, "gemma4-31b": GEMMA, "gemma4-26b": GEMMA_MOE, "mixtral-8x7b": MIXTRAL},
     **{"seed-oss-36b": SEED_OSS, "mistral-small-24b": MISTRAL, "nemotron3-nano-30b": NEMOTRON},
+    "deepseek-v4": DEEPSEEK_V4,
 }

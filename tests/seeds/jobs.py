@@ -34,8 +34,14 @@ ENGINES = """\
 sglang:
   - name: default
     server_groups:
-      - {worker_type: prefill, num_gpus: 1, num_gpus_per_engine: 1, overrides: {disaggregation_ib_device: null}}
-      - {worker_type: decode, num_gpus: 1, num_gpus_per_engine: 1, overrides: {disaggregation_ib_device: null}}
+      - worker_type: prefill
+        num_gpus: {size}
+        num_gpus_per_engine: {size}
+        overrides: {{disaggregation_ib_device: null}}
+      - worker_type: decode
+        num_gpus: {size}
+        num_gpus_per_engine: {size}
+        overrides: {{disaggregation_ib_device: null}}
 """
 ONE_ENGINE = """\
 sglang:
@@ -57,7 +63,8 @@ def prepare(seed: Seed, form: Form, base: Path, dtype: torch.dtype, num_gpus: in
     base.mkdir(parents=True)
     inputs.write_questions(base)
     inputs.write_model(base / seed.folder, seed.family, dict(form.sizes), weight_std=form.weight_std, dtype=dtype)
-    (base / "engines.yaml").write_text(ENGINES if num_gpus > 1 else ONE_ENGINE)
+    (base / "engines.yaml").write_text(ENGINES.format(size=1) if num_gpus > 1 else ONE_ENGINE)
+    (base / "wide_engines.yaml").write_text(ENGINES.format(size=2) if num_gpus > 3 else ONE_ENGINE)
     for number, command in enumerate(form.prepare):
         words = command.format(
             base=base, model=_model_flags(seed, base), port=get_free_port(random.randrange(20000, 30000))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from tests.seeds.families import FAMILIES
+from tests.seeds.four_gpus import ON_FOUR_GPUS
 from tests.seeds.recipes import (
     COLOCATED,
     CPU_SIZES,
@@ -205,11 +206,17 @@ PLAIN = Seed(
         jobs=(
             Job("1 GPU; an engine on the other", APART, bound=0.05),
             Job("TP2 SP; colocated, an engine of TP2", f"{TP2} {COLOCATED}", bound=0.05),
+            Job(
+                "TP2 SP; an engine of TP2 on two others",
+                f"{TP2} {ONE_ENGINE} --rollout-num-gpus 2",
+                num_gpus=4,
+                bound=0.05,
+            ),
         ),
     ),
 )
 
 OTHERS = {
     **{"minimax-m2": MINIMAX, "qwen3-next": NEXT, "qwen3-30b-int4": INT4, "qwen3-4b-fp8-channel": CHANNELS},
-    **{"glm4-9b-fp16": HALF, "glm4-9b-delta": DELTA, "glm4-9b-plain": PLAIN, **FAMILIES},
+    **{"glm4-9b-fp16": HALF, "glm4-9b-delta": DELTA, "glm4-9b-plain": PLAIN, **FAMILIES, **ON_FOUR_GPUS},
 }
