@@ -244,6 +244,7 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
     updater = WeightUpdater(args, model, lambda: None, hf_config=hf_config, make_transport=make_transport)
     updater.connect([proxy], num_new_engines=1)
     if options.turn and rank == 0:
+        print("waits for its turn", flush=True)
         turn = open(options.turn, "w")  # held until this process ends
         fcntl.flock(turn, fcntl.LOCK_EX)
     dist.barrier()
