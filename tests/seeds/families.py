@@ -210,7 +210,10 @@ DEEPSEEK_V4 = Seed(
             **{"SGLANG_OPT_USE_TILELANG_MHC_PRE": "0", "SGLANG_OPT_USE_TILELANG_MHC_POST": "0"},
             "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
         },
-        flags=f"{GPU_FLAGS} {ONE_GPU} --sglang-attention-backend dsv4 --sglang-cuda-graph-bs-decode 1 2 4 8 16",
+        flags=f"""
+            {GPU_FLAGS} {ONE_GPU} --sglang-attention-backend dsv4 --sglang-cuda-graph-bs-decode 1 2 4 8 16
+            --eval-prompt-data aime {{base}}/aime-2024/aime-2024.jsonl
+        """,
         jobs=(Job("1 GPU, Adam on the host; colocated, an FP8 cache", "", num_gpus=1, bound=0.2),),
     ),
 )
