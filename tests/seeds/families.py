@@ -188,6 +188,10 @@ NEMOTRON = Seed(
 
 V4_FOLDER = "DeepSeek-V4-Flash-bf16"
 V4_LAYERS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"]
+V4_YARN = {
+    **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    **{"beta_fast": 32.0, "beta_slow": 1.0},
+}
 DEEPSEEK_V4 = Seed(
     title="DeepSeek-V4-Flash",
     script="run-deepseek-v4-flash.sh",
@@ -200,7 +204,7 @@ DEEPSEEK_V4 = Seed(
             **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 64, "head_dim": 512},
             **{"partial_rotary_factor": 0.125, "q_lora_rank": 256, "o_groups": 8, "o_lora_rank": 128},
             **{"layer_types": V4_LAYERS, "sliding_window": 128, "index_n_heads": 64, "index_head_dim": 128},
-            **{"index_topk": 512, "moe_intermediate_size": 256, "swiglu_limit": 10.0},
+            **{"index_topk": 512, "moe_intermediate_size": 256, "swiglu_limit": 10.0, "rope_parameters": V4_YARN},
         },
         weight_std=0.04,
         prepare=(torch_dist("deepseek-v4-flash", V4_FOLDER, f"{V4_FOLDER}_torch_dist"),),
