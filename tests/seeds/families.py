@@ -99,7 +99,8 @@ GEMMA_MOE = replace(
         sizes={**GEMMA.gpu.sizes, "moe_intermediate_size": 256},
         prepare=GEMMA_MOE_PREPARE,
         flags=f"{GPU_FLAGS} {GEMMA_MOE_FLAGS}",
-        jobs=(Job("TP2 EP2 SP; colocated, an engine of TP2", COLOCATED, bound=0.1),),
+        # bf16 alone, which also changes the choice of experts, moves transformers' log-probs by .27.
+        jobs=(Job("TP2 EP2 SP; colocated, an engine of TP2", COLOCATED, bound=0.3),),
     ),
 )
 

@@ -24,7 +24,8 @@ ENGINE_OF_FOUR = f"{FOUR_RANKS} --rollout-num-gpus-per-engine 4 --sglang-dp-size
 
 
 WIDE_EXPERTS = {"moe_intermediate_size": 512}
-"""FP8 has blocks of 128, and the engine cuts shared experts into four."""
+"""FP8 has blocks of 128, and the engine cuts shared experts into four.  FP8 alone moves transformers' log-probs of
+these models by .18 (GLM-4.5) and .19 (DeepSeek-R1)."""
 
 
 def on_four(seed: Seed, flags: str, *jobs: Job, sizes: Mapping[str, Any] | None = None) -> Seed:
@@ -64,7 +65,7 @@ GLM45_FOUR = on_four(
         "TP2 PP2 EP2 SP, Adam on the host, MTP trained; an FP8 engine of DP attention 4, EP4",
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
         shows=("eval", "filter", "mtp"),
-        bound=0.2,
+        bound=0.3,
     ),
     Job(
         "PP2 CP2 EP2, MTP trained; the same engine",
@@ -72,7 +73,7 @@ GLM45_FOUR = on_four(
         --expert-model-parallel-size 2""",
         shows=("eval", "filter", "mtp"),
         goes_on=True,
-        bound=0.2,
+        bound=0.3,
     ),
     sizes=WIDE_EXPERTS,
 )

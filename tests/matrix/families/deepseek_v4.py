@@ -85,8 +85,8 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
 def published_config(config: dict[str, Any]) -> dict[str, Any]:
     """The config.json that transformers has saved, with the keys of published folders, which SGLang reads."""
     kinds, rates, rotary = (config.pop(key) for key in ("layer_types", "compress_rates", "rope_parameters"))
-    scaling = {key: rotary["compress"][key] for key in ("factor", "beta_fast", "beta_slow")}
-    scaling |= {"type": "yarn", "original_max_position_embeddings": 64}
+    keys = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+    scaling = {"type": "yarn"} | {key: rotary["compress"][key] for key in keys}
     ratios = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
     del config["partial_rotary_factor"]
     return config | {
