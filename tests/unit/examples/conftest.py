@@ -11,6 +11,7 @@ import pytest
 from examples.tiny_arithmetic.tokenizer import build_tokenizer
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.types import Sample
+from tests.flag_values import args_with
 from tests.unit.talking_engine import TalkingEngine
 
 Talk = Callable[..., tuple[Namespace, TalkingEngine]]
@@ -33,30 +34,12 @@ def talk(tmp_path) -> Iterator[Talk]:
             "sglang_router_port": engine.port,
             "sglang_server_concurrency": 8,
             "rollout_num_gpus": 1,
-            "rollout_num_gpus_per_engine": 1,
-            "rollout_temperature": 1.0,
-            "rollout_top_p": 1.0,
-            "rollout_top_k": -1,
             "rollout_max_response_len": 300,
-            "rollout_max_context_len": None,
-            "eval_max_context_len": None,
-            "rollout_stop": None,
-            "rollout_stop_token_ids": None,
-            "rollout_skip_special_tokens": False,
             "sglang_enable_deterministic_inference": False,
-            "partial_rollout": False,
-            "mask_offpolicy_in_partial_rollout": False,
-            "group_rm": False,
-            "unsafe_local_sandbox": False,
-            "custom_generate_function_path": None,
-            "custom_rm_path": None,
             "rollout_seed": 0,
-            "n_samples_per_prompt": 1,
             "sglang_dp_size": 1,
-            "reward_key": None,
-            "grpo_std_normalization": True,
         }
-        return Namespace(**(values | attributes)), engine
+        return args_with(**(values | attributes)), engine
 
     yield start
     for engine in engines:

@@ -20,6 +20,7 @@ from typing import Any
 from aiohttp import web
 
 from slime.utils.types import Sample
+from tests.flag_values import args_with
 
 FIRST_RESPONSE_TOKEN = 1000
 
@@ -204,63 +205,26 @@ def make_args(port: int, **overrides: Any) -> Namespace:
         "sglang_server_concurrency": 64,
         "sglang_enable_deterministic_inference": False,
         "rollout_num_gpus": 1,
-        "rollout_num_gpus_per_engine": 1,
-        "rollout_temperature": 1.0,
-        "rollout_top_p": 1.0,
-        "rollout_top_k": -1,
         "rollout_max_response_len": 8,
-        "rollout_max_prompt_len": None,
-        "rollout_stop": None,
-        "rollout_stop_token_ids": None,
-        "rollout_skip_special_tokens": False,
-        "rollout_max_context_len": None,
-        "rollout_max_turns": 16,
         "rollout_tools": None,
         "rollout_environment": None,
-        "use_rollout_routing_replay": False,
-        "rollout_seed": 42,
-        "rollout_shuffle": False,
-        "rollout_global_dataset": True,
         "rollout_batch_size": 2,
         "over_sampling_batch_size": 2,
         "n_samples_per_prompt": 2,
-        "partial_rollout": False,
-        "mask_offpolicy_in_partial_rollout": False,
-        "custom_generate_function_path": None,
-        "dynamic_sampling_filter_path": None,
-        "buffer_filter_path": None,
-        "rollout_sample_filter_path": None,
-        "rollout_all_samples_process_path": None,
         "rollout_sample_hook_path": [],
-        "group_rm": False,
         "custom_rm_path": f"{__name__}.position_reward",
-        "rm_type": None,
-        "reward_key": None,
-        "eval_reward_key": None,
-        "eval_max_prompt_len": None,
-        "apply_chat_template": False,
-        "apply_chat_template_kwargs": {},
         "input_key": "prompt",
         "label_key": "label",
         "tool_key": None,
-        "metadata_key": "metadata",
-        "multimodal_keys": None,
-        "dump_details": None,
         "router_policy": None,
         "rollout_timeout_s": 60.0,
-        "save": None,
-        "load": None,
         "no_rollout_ledger": False,
         "rollout_ledger_dir": None,
         "rollout_ledger_flush_s": 0.02,
         "rollout_ledger_timeout_s": 60.0,
-        "debug_train_only": False,
-        "debug_rollout_only": False,
-        "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
-        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
         "start_rollout_id": 0,
     }
-    return Namespace(**(values | overrides))
+    return args_with(**(values | overrides))
 
 
 def write_prompts(path: Path, prompts: list[str]) -> str:

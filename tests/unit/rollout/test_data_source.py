@@ -1,7 +1,6 @@
 """The data source: order of groups, the buffer, and a restart that changes nothing."""
 
 import json
-from argparse import Namespace
 
 import pytest
 
@@ -11,6 +10,7 @@ from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBu
 from slime.utils.errors import ConfigError, DataError, HookError
 from slime.utils.files import write_atomically
 from slime.utils.types import Sample
+from tests.flag_values import args_with
 
 
 class SavedTokenizer:
@@ -29,28 +29,13 @@ def make_args(tmp_path, monkeypatch):
 
     def make(**values):
         defaults = {
-            "rollout_global_dataset": True,
             "prompt_data": str(path),
             "hf_checkpoint": "unused",
-            "dump_details": None,
-            "rollout_max_prompt_len": None,
-            "input_key": "input",
-            "label_key": None,
-            "tool_key": "tools",
-            "metadata_key": "metadata",
-            "multimodal_keys": None,
-            "apply_chat_template": False,
-            "apply_chat_template_kwargs": {},
-            "rollout_seed": 42,
-            "rollout_shuffle": False,
             "n_samples_per_prompt": 2,
-            "buffer_filter_path": None,
             "save": str(tmp_path / "run"),
             "load": str(tmp_path / "run"),
-            "start_rollout_id": None,
-            "accept_other_data": False,
         }
-        return Namespace(**defaults | values)
+        return args_with(**defaults | values)
 
     return make
 

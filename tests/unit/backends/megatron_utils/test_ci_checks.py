@@ -9,6 +9,7 @@ import pytest
 
 from slime.backends.megatron_utils.train_reports import SelfChecks
 from slime.utils.errors import CheckError
+from tests.flag_values import args_with
 
 GOOD = {"ppo_kl": 0.0, "kl_loss": 0.0, "train_rollout_logprob_abs_diff": 0.01, "mtp_loss": 0.5}
 
@@ -16,21 +17,11 @@ GOOD = {"ppo_kl": 0.0, "kl_loss": 0.0, "train_rollout_logprob_abs_diff": 0.01, "
 def arguments(**overrides) -> Namespace:
     defaults = {
         "ci_test": True,
-        "ci_disable_kl_checker": False,
-        "ci_train_rollout_logprob_abs_diff_threshold": 0.1,
-        "ci_save_grad_norm": None,
-        "ci_load_grad_norm": None,
-        "use_rollout_logprobs": False,
-        "keep_old_actor": False,
-        "use_rollout_routing_replay": False,
-        "loss_type": "policy_loss",
         "use_critic": False,
-        "num_critic_only_steps": 0,
-        "kl_coef": 0.0,
         "load": "/start",
         "ref_load": "/start",
     }
-    return Namespace(**(defaults | overrides))
+    return args_with(**(defaults | overrides))
 
 
 def check(metrics, *, rollout_id=0, step_id=0, grad_norm=1.0, **overrides) -> None:

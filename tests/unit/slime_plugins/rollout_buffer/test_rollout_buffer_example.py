@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from argparse import Namespace
 
 import pytest
 import uvicorn
@@ -19,6 +18,7 @@ from slime.utils.types import Sample
 from slime_plugins.rollout_buffer import rollout_buffer_example
 from slime_plugins.rollout_buffer.buffer import create_app
 from slime_plugins.rollout_buffer.generator.base_generator import Worker, read_instances
+from tests.flag_values import args_with
 from tests.unit.talking_engine import make_tokenizer
 
 
@@ -69,23 +69,16 @@ def args(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr(rollout_buffer_example, "_STARTED", set())
     monkeypatch.setattr(rollout_buffer_example, "POLL_S", 0.2)
-    return Namespace(
-        rollout_buffer_url=None,
-        fetch_trajectory_retry_times=-1,
-        rollout_task_type="math",
+    return args_with(
         rollout_timeout_s=300.0,
         rollout_batch_size=2,
         n_samples_per_prompt=2,
         rollout_max_response_len=64,
-        rollout_temperature=1.0,
-        rollout_top_p=1.0,
         num_epoch=1,
         prompt_data=str(tmp_path / "rows.jsonl"),
         hf_checkpoint=str(tmp_path / "model"),
-        loss_mask_type="qwen",
         rollout_buffer_num_process=1,
         rollout_global_dataset=False,
-        buffer_filter_path=None,
     )
 
 
