@@ -202,13 +202,18 @@ def _leave_out_other_models() -> None:
 
 @contextmanager
 def _config_folder(folder: str | Path, quantization: dict[str, Any] | None) -> Iterator[str]:
-    """A folder with the config.json of ``folder`` as the published ones have it, quantised as told."""
+    """A folder with the config.json of ``folder`` as the published ones have it, quantised as told.
+
+    SGLang looks for the dtype of DeepSeek-V4's experts in the headers of the files beside it.
+    """
     config = json.loads((Path(folder) / "config.json").read_text())
     config = UNWRITTEN.get(config["model_type"], {}) | config
     if quantization is not None:
         config["quantization_config"] = quantization
     with tempfile.TemporaryDirectory() as changed:
         (Path(changed) / "config.json").write_text(json.dumps(config))
+        for file in Path(folder).glob("*.safetensors"):
+            (Path(changed) / file.name).symlink_to(file.resolve())
         yield changed
 
 

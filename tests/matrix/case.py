@@ -88,6 +88,8 @@ class FamilyCase:
     """Whether expert-parallel layouts make sense."""
     has_quantized_form: bool = True
     """Whether converters and engines have an FP8 or int4 form of it."""
+    publish: Callable[[Path, Path], None] | None = None
+    """Writes (second folder) a bf16 folder (first) as it is published quantized, where no converter does."""
     about: str = ""
     """What is awkward about it, in a few words, for benchmarks/results."""
 

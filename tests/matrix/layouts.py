@@ -186,6 +186,7 @@ STAGES_OF_ANOTHER = ("glm4-32b", "glm4_moe-groups", "kimi_k2", "llama3", "mistra
 
 
 OF_OTHERS = (
+    "deepseek_v4-fp4",
     "glm4_moe-groups",
     "glm5",
     "kimi_k2",

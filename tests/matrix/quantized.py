@@ -28,6 +28,8 @@ from tests.matrix.parity import FamilyRun, leave_world, run_check
 from tests.matrix.report import Cell, summary
 
 GROUP = 8
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""Numbers of e2m1 by their codes, without sign."""
 
 Plain = Mapping[str, Tensor]
 
@@ -51,6 +53,10 @@ RECIPES: Mapping[str, Callable[[Plain, PlainWeights], ToQuantized]] = {
 }
 
 
+PUBLISHED = "published"
+"""The recipe of a family's own form, which the case writes and no converter."""
+
+
 class QuantizedRun:
     """One family's bf16 checkpoint, and what the converter makes of it."""
 
@@ -59,8 +65,12 @@ class QuantizedRun:
         self.case = case
         self.folder = folder / "quantized"
         self.plain = read_tensors(self.run.bf16_folder)
-        kept = find_weight_map(case.config["model_type"]).plain
-        rewrite_folder(RECIPES[recipe](self.plain, kept), self.run.bf16_folder, self.folder)
+        if recipe == PUBLISHED:
+            assert case.publish is not None, case.name
+            case.publish(self.run.bf16_folder, self.folder)
+        else:
+            kept = find_weight_map(case.config["model_type"]).plain
+            rewrite_folder(RECIPES[recipe](self.plain, kept), self.run.bf16_folder, self.folder)
         self.stored = read_tensors(self.folder)
 
     def export(self) -> tuple[float, float, str]:
@@ -131,7 +141,7 @@ class QuantizedRun:
         return _outcome(problems, f"{len(self.plain)} tensors")
 
     def expected_values(self) -> dict[str, Tensor]:
-        """Stored numbers times their scales, for FP8 by an expression of the simplest kind."""
+        """Stored numbers times their scales, for FP8 and FP4 by an expression of the simplest kind."""
         config = read_config(self.folder)["quantization_config"]
         if config["quant_method"] == "compressed-tensors" and config["format"] == "pack-quantized":
             how = read_format(config)
@@ -139,13 +149,17 @@ class QuantizedRun:
         block = config.get("weight_block_size")
         values = {}
         for name, tensor in self.stored.items():
-            if tensor.dtype == torch.float8_e4m3fn:
-                scale = self.stored.get(f"{name}_scale_inv", self.stored.get(f"{name}_scale"))
-                assert scale is not None
+            names = (f"{name}_scale_inv", f"{name}_scale", name.removesuffix("weight") + "scale")
+            scale = next((self.stored[one] for one in names if one in self.stored and one != name), None)
+            if scale is not None and tensor.dtype == torch.int8:
+                codes = torch.stack([tensor.view(torch.uint8) & 15, tensor.view(torch.uint8) >> 4], 2).flatten(1)
+                numbers = FP4[(codes & 7).int()] * (1 - 2.0 * (codes > 7))
+                values[name] = (numbers * torch.kron(scale.float(), torch.ones(1, 32))).to(torch.bfloat16)
+            elif scale is not None:
                 if block:
-                    scale = torch.kron(scale, torch.ones(block))[: tensor.size(0), : tensor.size(1)]
+                    scale = torch.kron(scale.float(), torch.ones(block))[: tensor.size(0), : tensor.size(1)]
                 values[name] = (tensor.float() * scale).to(torch.bfloat16)
-            elif not name.endswith(("_scale_inv", "weight_scale")):
+            elif not name.endswith(("_scale_inv", "weight_scale")) and tensor.dtype != torch.float8_e8m0fnu:
                 values[name] = tensor
         return values
 
@@ -172,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     cells = []
     for case in (case for case in load_cases(options.family).values() if case.has_quantized_form):
-        for recipe in options.recipe:
+        for recipe in (*options.recipe, *((PUBLISHED,) if case.publish else ())):
             for cell in check_quantized(case, recipe, converts=True):
                 print(cell.describe(), flush=True)
                 cells.append(cell)

@@ -22,7 +22,8 @@ from tests.push_matrix.engines import Client, serve_engines
 from tests.push_matrix.on_rank import Job, Result, push_on_rank
 
 MODES = ("plain", "colocated", "distributed", "mixed", "disk", "delta")
-QUANTIZATIONS = ("bf16", "fp8")
+QUANTIZATIONS = ("bf16", "fp8", "published")
+"""The last is the form that a family is published in, where no converter makes it."""
 ENGINE_SIZES = (1, 2)
 LAYOUTS: dict[str, Layout] = {
     "one": Layout(1, ()),
@@ -43,6 +44,7 @@ SERVED = (
     "glm4v_moe",
     "deepseek_v3",
     "deepseek_v4-128",
+    "deepseek_v4-fp4",
     "kimi_k2",
     "kimi_k25",
     "minimax_m2",
@@ -139,15 +141,18 @@ def _run_case(
     layouts: Sequence[str],
     sizes: Sequence[int],
 ) -> Iterator[Cell]:
-    quantizations = [one for one in quantizations if one == "bf16" or case.has_quantized_form]
+    forms = {"bf16": True, "fp8": case.has_quantized_form, "published": case.publish is not None}
+    quantizations = [one for one in quantizations if forms[one]]
     plain = root / "plain"
     pool.run(write_checkpoint, 1, case.name, dict(case.config), str(plain))
-    folders = {"bf16": root / "bf16", "fp8": root / "fp8"}
+    folders = {one: root / one for one in QUANTIZATIONS}
     write_bf16_copy(plain, folders["bf16"])
     if "fp8" in quantizations:
         rewrite_folder(
             to_small_blocks(find_weight_map(case.config["model_type"]).plain), folders["bf16"], folders["fp8"]
         )
+    if "published" in quantizations and case.publish:
+        case.publish(folders["bf16"], folders["published"])
     expected = {
         (quantization, size): _expected(addresses[size][0], str(folders[quantization]))
         for quantization in quantizations

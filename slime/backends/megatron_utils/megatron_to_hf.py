@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slime.backends.megatron_utils import sglang
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names, tensor_names
+from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_codes, stored_names, tensor_names
 from slime.backends.megatron_utils.models import find_weight_map, plain_weights
 from slime.backends.megatron_utils.models.rule import to_hf
 from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY
@@ -25,7 +25,7 @@ from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
 from slime.utils.files import read_model_config
 from slime.weights.named_tensors import NamedTensors
-from slime.weights.quantize import Quantizer, make_quantizer, quantized_names, read_format
+from slime.weights.quantize import Quantizer, as_stored, make_quantizer, quantized_names, read_format
 from slime.weights.quantize.block_fp8 import transform_scale_ue8m0
 from slime.weights.quantize.formats import BlockFp8
 from slime.weights.quantize.quantizer import warn_of_unlisted_weights
@@ -110,7 +110,8 @@ def checkpoint_quantizer(
             f"--hf-checkpoint {folder} is quantized, and no folder with safetensors, whose names say what is "
             "quantized; download it and give the folder's path"
         )
-    quantized = quantized_names(stored, weight_format)
+    dtypes = stored_codes(folder)
+    quantized = quantized_names(stored, as_stored(weight_format, dtypes))
     plain = plain_weights(read_model_config(folder))
     warn_of_unlisted_weights(quantization_config, stored, quantized, plain)
     return make_quantizer(
@@ -119,6 +120,7 @@ def checkpoint_quantizer(
         known_names=tensor_names(folder),
         dtype=dtype,
         ue8m0=isinstance(weight_format, BlockFp8) and sglang.wants_ue8m0_scales(weight_format.block),
+        stored=dtypes,
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime.utils.errors import DataError
+from slime.utils.errors import ConfigError, DataError
 from slime.weights.quantize.block_fp8 import (
     DEFAULT_BLOCK,
     FP8,
@@ -24,6 +24,7 @@ from slime.weights.quantize.block_fp8 import (
     quantize_block,
     quantize_channel,
     quantize_tensor,
+    require_finite,
 )
 from slime.weights.quantize.group_int import (
     dequantize_group,
@@ -34,12 +35,24 @@ from slime.weights.quantize.group_int import (
     unpack,
     zero_point_order,
 )
-from slime.weights.quantize.mxfp4 import BLOCKS, SCALES, dequantize
+from slime.weights.quantize.mxfp4 import (
+    BLOCKS,
+    GROUP,
+    NUMBERS_PER_BYTE,
+    SCALES,
+    dequantize,
+    multiply_out,
+    quantize_rows,
+)
 
 Shape = tuple[int, ...]
 SUFFIX = ".weight"
 """Suffix of weights that can be quantized; in a quantized checkpoint other names follow the dot."""
 PACKED = ".weight_packed"
+EXPONENT = "scale"
+"""Part of a weight whose scales are powers of two of one byte each (DeepSeek-V4)."""
+SCALE_NAMES = (("", "_scale_inv"), ("", "_scale"), (SUFFIX, f".{EXPONENT}"))
+"""What the name of a weight loses and gets to be the name of its scale."""
 BESIDE_A_WEIGHT = ("_scale_inv", ".weight_scale", ".weight_shape", ".weight_zero_point")
 """Suffixes of tensors that belong to a weight."""
 PartHeaders = dict[str, tuple[Shape, torch.dtype]]
@@ -89,14 +102,15 @@ class BlockFp8(WeightFormat):
     ue8m0: bool = False
     """Scales are powers of two."""
     marker: str = "weight_scale_inv"
+    scale_dtype: torch.dtype = torch.float32
 
     def outputs(self, name: str, shape: Shape) -> PartHeaders:
         rows, columns = _matrix(name, shape)
-        return {"weight": (shape, FP8), self.marker: (num_blocks(rows, columns, self.block), torch.float32)}
+        return {"weight": (shape, FP8), self.marker: (num_blocks(rows, columns, self.block), self.scale_dtype)}
 
     def quantize(self, name: str, weight: Tensor, *, check_finite: bool) -> dict[str, Tensor]:
         quantized, scale = quantize_block(weight, self.block, ue8m0=self.ue8m0, name=name if check_finite else None)
-        return {"weight": quantized, self.marker: scale}
+        return {"weight": quantized, self.marker: scale.to(self.scale_dtype)}
 
     def dequantize(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         return dequantize_block(parts["weight"], parts[self.marker], self.block)
@@ -197,6 +211,64 @@ class GroupInt(WeightFormat):
         return dequantize_group(quantized, parts["weight_scale"], zeros, num_bits=self.num_bits)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedFp4(WeightFormat):
+    """e2m1, two numbers a byte, with one power of two per 32 numbers of a row."""
+
+    marker: str = EXPONENT
+
+    def outputs(self, name: str, shape: Shape) -> PartHeaders:
+        rows, columns = _matrix(name, shape)
+        if columns % GROUP:
+            raise ConfigError(f"{name} has rows of {columns}; in four bits they are multiples of {GROUP}")
+        return {
+            "weight": ((rows, columns // NUMBERS_PER_BYTE), torch.int8),
+            self.marker: ((rows, columns // GROUP), torch.float8_e8m0fnu),
+        }
+
+    def quantize(self, name: str, weight: Tensor, *, check_finite: bool) -> dict[str, Tensor]:
+        packed, scale = quantize_rows(weight)
+        if check_finite:
+            require_finite(name, scale.float())
+        return {"weight": packed, self.marker: scale}
+
+    def dequantize(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+        packed, scale = parts["weight"], parts[self.marker]
+        if packed.dim() != 2 or tuple(scale.shape) != (packed.size(0), packed.size(1) * NUMBERS_PER_BYTE / GROUP):
+            raise DataError(
+                f"{name} has {list(packed.shape)} bytes of two numbers, and scales {list(scale.shape)}: not one per "
+                f"{GROUP} numbers of a row"
+            )
+        return multiply_out(packed, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class TwoFormats(WeightFormat):
+    """One format for most weights, and one for some: experts in four bits beside layers in eight."""
+
+    usual: WeightFormat
+    other: WeightFormat
+    names: frozenset[str]
+    """``X.weight`` of all that have the other one."""
+
+    @property
+    def marker(self) -> str:  # type: ignore[override]
+        """The part that both have."""
+        return self.usual.marker
+
+    def outputs(self, name: str, shape: Shape) -> PartHeaders:
+        return self._of(name).outputs(name, shape)
+
+    def quantize(self, name: str, weight: Tensor, *, check_finite: bool) -> dict[str, Tensor]:
+        return self._of(name).quantize(name, weight, check_finite=check_finite)
+
+    def dequantize(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+        return self._of(name).dequantize(name, parts)
+
+    def _of(self, name: str) -> WeightFormat:
+        return self.other if name in self.names else self.usual
+
+
 def _matrix(name: str, shape: Shape) -> tuple[int, int]:
     if len(shape) != 2:
         raise DataError(f"{name} is quantized in the checkpoint and has the shape {list(shape)}; only matrices can be")
@@ -210,6 +282,7 @@ def logical_names(stored_names: Iterable[str]) -> list[str]:
     """Return the names of all tensors as if nothing were quantized, in the given order."""
     names = []
     stored_names = list(stored_names)
+    weights = {name for name in stored_names if name.endswith(SUFFIX)}
     packed_in_fp4 = {name.removesuffix(BLOCKS) for name in stored_names if name.endswith(BLOCKS)}
     for name in stored_names:
         if name.endswith(PACKED):
@@ -217,6 +290,8 @@ def logical_names(stored_names: Iterable[str]) -> list[str]:
         elif name.endswith(BLOCKS):
             names.append(name.removesuffix(BLOCKS))
         elif name.endswith(SCALES) and name.removesuffix(SCALES) in packed_in_fp4:
+            continue
+        elif name.endswith(f".{EXPONENT}") and name.removesuffix(f".{EXPONENT}") + SUFFIX in weights:
             continue
         elif not name.endswith(BESIDE_A_WEIGHT):
             names.append(name)
@@ -242,14 +317,24 @@ def read_weight(
     if name not in stored_names:
         return _read_packed(name, get, stored_names, weight_format)
     tensor = get(name)
-    if tensor.element_size() != 1 or not tensor.is_floating_point():
+    if tensor.element_size() != 1:
         return tensor
-    scale_name = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in stored_names), None)
+    scale_name = scale_of(name, stored_names)
     if scale_name is None:
+        if not tensor.is_floating_point():
+            return tensor
         raise DataError(f"{name} is stored in {tensor.dtype} without a scale (called {name}_scale_inv)")
     scale = get(scale_name)
+    if not tensor.is_floating_point():
+        return PackedFp4().dequantize(name, {"weight": tensor, EXPONENT: scale})
     fp8_format = _fp8_format(scale_name, tensor, scale, weight_format)
     return fp8_format.dequantize(name, {"weight": tensor, fp8_format.marker: scale})
+
+
+def scale_of(name: str, stored_names: Collection[str]) -> str | None:
+    """Return the name of the scale of a weight in eight or four bits; None if none is stored."""
+    names = (name.removesuffix(lost) + got for lost, got in SCALE_NAMES if name.endswith(lost))
+    return next((scale for scale in names if scale in stored_names), None)
 
 
 def _read_packed(
@@ -273,7 +358,7 @@ def _read_packed(
 def _fp8_format(scale_name: str, weight: Tensor, scale: Tensor, weight_format: WeightFormat | None) -> WeightFormat:
     if weight_format is not None and not isinstance(weight_format, GroupInt):
         return weight_format
-    if scale_name.endswith("_scale_inv"):
+    if scale_name.endswith(("_scale_inv", f".{EXPONENT}")):
         return BlockFp8(DEFAULT_BLOCK)
     if scale.numel() == 1:
         return TensorFp8()

@@ -1,16 +1,21 @@
-"""MXFP4 (OCP Microscaling v1.0) as gpt-oss publishes its experts: 32 numbers of 4 bits share a power of two.
+"""MXFP4 (OCP Microscaling v1.0): 32 numbers of 4 bits share a power of two.
 
-A folder holds ``X_blocks`` [.., G, 16] uint8, two numbers a byte and the lower half first, and ``X_scales`` [.., G]
-uint8, the exponents plus 127; they represent ``X`` with the last of its axes, of length 32 G, moved in front of the
-one before it.
+Experts of gpt-oss: ``X_blocks`` [.., G, 16] uint8, two numbers a byte and the lower half first, and ``X_scales``
+[.., G] uint8, the exponents plus 127; they represent ``X`` with the last of its axes, of length 32 G, moved in front
+of the one before it.
+
+Experts of DeepSeek-V4: ``X.weight`` [M, N / 2] int8, in the same order, and ``X.scale`` [M, N / 32] float8_e8m0fnu.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from slime.utils.errors import DataError
+from slime.weights.quantize.block_fp8 import round_up_to_power_of_two
 
 GROUP = 32
 """Numbers that share an exponent."""
@@ -18,8 +23,13 @@ METHOD = "mxfp4"
 """``quant_method`` of the config."""
 BLOCKS, SCALES = "_blocks", "_scales"
 NUMBERS_PER_BYTE = 2
+FP4_CODES = ("I8", "U8")
+"""Two numbers of e2m1 a byte, as safetensors spells the dtype."""
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT_BIAS = 127
+_SIGN = 8
+_MIN_SCALE = 2.0**-126
+"""Of a group of zeros, or of smaller numbers."""
 
 
 def dequantize(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
@@ -53,6 +63,32 @@ def multiply_out(packed: Tensor, scales: Tensor) -> Tensor:
         scales: ``[M, N / 32]``, powers of two.
     """
     return (_unpack(packed) * scales.float().repeat_interleave(GROUP, -1)).to(torch.bfloat16)
+
+
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a matrix to what :func:`multiply_out` takes.
+
+    The scale of a group is the least power of two by which its numbers come to at most 6; numbers are rounded to the
+    nearest, ties to the one whose last bit is 0.
+
+    Args:
+        weight: ``[M, N]`` of bf16, fp16 or fp32, N a multiple of 32.
+
+    Returns:
+        ``[M, N / 2]`` int8 and ``[M, N / 32]`` float8_e8m0fnu.  The scale of a group with a NaN is one.
+    """
+    groups = weight.float().reshape(len(weight), -1, GROUP)
+    largest = torch.full((), _POSITIVE[-1], dtype=torch.float32, device=weight.device)
+    scales = round_up_to_power_of_two((groups.abs().amax(-1) / largest).clamp(min=_MIN_SCALE))
+    magnitudes = (groups / scales[..., None]).abs()
+    codes = torch.zeros(groups.shape, dtype=torch.uint8, device=weight.device)
+    for code, (low, high) in enumerate(pairwise(_POSITIVE)):
+        middle = (low + high) / 2
+        codes += magnitudes > middle if code % 2 == 0 else magnitudes >= middle
+    codes += _SIGN * torch.signbit(groups)
+    pairs = codes.view(len(weight), -1, NUMBERS_PER_BYTE)
+    packed = (pairs[..., 0] | pairs[..., 1] << 4).view(torch.int8)
+    return packed, scales.to(torch.float8_e8m0fnu)
 
 
 def _unpack(packed: Tensor) -> Tensor:

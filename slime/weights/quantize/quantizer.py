@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,16 +19,20 @@ from slime.utils.errors import ConfigError
 from slime.weights.named_tensors import Header, NamedTensors
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 from slime.weights.quantize.formats import (
+    EXPONENT,
     SUFFIX,
     BlockFp8,
     ChannelFp8,
     GroupInt,
+    PackedFp4,
     PlainWeights,
     Shape,
     TensorFp8,
+    TwoFormats,
     WeightFormat,
     is_quantized_offline,
 )
+from slime.weights.quantize.mxfp4 import FP4_CODES
 from slime.weights.quantize.mxfp4 import METHOD as MXFP4
 
 logger = logging.getLogger(__name__)
@@ -36,6 +41,8 @@ SUPPORTED = (
     "fp8 (e4m3, by block or by tensor, dynamic activations) and compressed-tensors (pack-quantized int4 and int8, "
     "float-quantized fp8 by channel, tensor or block, dynamic activations)"
 )
+E8M0 = "F8_E8M0"
+"""An exponent of one byte, as safetensors spells the dtype."""
 FP8_LISTS = ("modules_to_not_convert", "ignored_layers")
 """Keys of an fp8 config with the list of unquantized modules."""
 
@@ -65,7 +72,9 @@ class Quantizer:
     @property
     def block(self) -> tuple[int, int] | None:
         """Rows and columns that share a scale; None for a format of which slices cannot be made on their own."""
-        return self.format.block if isinstance(self.format, BlockFp8) else None
+        if isinstance(self.format, BlockFp8) and self.format.scale_dtype == torch.float32:
+            return self.format.block
+        return None
 
     def is_quantized(self, name: str) -> bool:
         """Return True when the engines hold the HF tensor ``name`` quantized.
@@ -110,6 +119,7 @@ def make_quantizer(
     known_names: Collection[str] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     ue8m0: bool = False,
+    stored: Mapping[str, str] | None = None,
 ) -> Quantizer | None:
     """Return the quantizer for a checkpoint; None for an unquantized one.
 
@@ -117,6 +127,7 @@ def make_quantizer(
         quantized_names: ``X.weight`` of all that is quantized: :func:`quantized_names`, or what a converter chooses.
         known_names: as :class:`Quantizer` has it.
         ue8m0: scales of fp8 blocks are powers of two, even where the config does not ask for them.
+        stored: as :func:`as_stored` has it.
 
     Raises:
         ConfigError: the format is not supported, or the config says that something is left alone that is quantized.
@@ -125,7 +136,26 @@ def make_quantizer(
     if weight_format is None or quantization_config is None:
         return None
     check_ignored_modules(quantization_config, quantized_names)
-    return Quantizer(weight_format, quantized_names, known_names=known_names)
+    return Quantizer(as_stored(weight_format, stored or {}), quantized_names, known_names=known_names)
+
+
+def as_stored(weight_format: WeightFormat, stored: Mapping[str, str]) -> WeightFormat:
+    """Return the format as the files of a checkpoint show it, of which its config.json says less.
+
+    DeepSeek-V4's scales have one byte and the name ``X.scale``, and its experts four bits.
+
+    Args:
+        stored: name of every tensor in the files -> its dtype as safetensors spells it.
+    """
+    if not isinstance(weight_format, BlockFp8):
+        return weight_format
+    end = f".{EXPONENT}"
+    exponents = [name.removesuffix(end) + SUFFIX for name in stored if name.endswith(end) and stored[name] == E8M0]
+    if not exponents:
+        return weight_format
+    eight_bits = replace(weight_format, ue8m0=True, marker=EXPONENT, scale_dtype=torch.float8_e8m0fnu)
+    four_bits = frozenset(name for name in exponents if stored.get(name) in FP4_CODES)
+    return TwoFormats(eight_bits, PackedFp4(), four_bits) if four_bits else eight_bits
 
 
 def quantized_names(stored_names: Collection[str], weight_format: WeightFormat) -> frozenset[str]:

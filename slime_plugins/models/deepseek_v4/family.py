@@ -133,7 +133,8 @@ DEEPSEEK_V4 = WeightMap(
     untrained=(r"mtp\..*", r"layers\.\d+\.ffn\.gate\.tid2eid"),
     engine_fp32=(*(f"_{part}" for part in HYPER_PARTS), "attn_sink", "compressor.ape"),
     not_applied=(".linear_group_proj.weight",),
-    plain_parts=("weights_proj",),  # weighs the indexer's heads
+    # Heads of the indexer are weighed, engines multiply wo_a out, and the rest are plain linear layers there.
+    plain_parts=("weights_proj", ".wo_a.", ".compressor.", "head."),
     computed_in_fp32=(
         *(".softmax_offset", ".weights_proj.weight"),
         *(f"{of}.{part}" for of in ("_streams", "stream_head") for part in HYPER_PARTS),
@@ -145,13 +146,7 @@ DEEPSEEK_V4 = WeightMap(
 
 
 def deepseek_v4_flags(config: Config) -> Iterator[Flag | str]:
-    """Yield window, clamp and scores; refuse positions that the layers have not, and weights of few bits."""
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        yield (
-            f"quantization_config is {method}; weights of a deepseek_v4 are read and pushed in bf16 and fp32: make "
-            "such a folder with tools/fp8_cast_bf16.py"
-        )
+    """Yield window, clamp and scores; refuse positions that the layers have not."""
     yield Flag("moe_router_score_function", "sigmoid", "the layers take sqrt(softplus) in its place")
     yield Flag("position_embedding_type", "none", "each kind of layer has other angles")
     if config.get("sliding_window"):

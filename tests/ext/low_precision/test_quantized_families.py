@@ -11,13 +11,13 @@ from slime.ext.low_precision.folders.to_quantized import to_fp8
 from slime.utils.errors import ConfigError
 from tests.matrix.case import load_cases
 from tests.matrix.layouts import OF_OTHERS
-from tests.matrix.quantized import RECIPES, check_quantized
+from tests.matrix.quantized import PUBLISHED, RECIPES, check_quantized
 from tests.matrix.report import summary
 
 
 def test_experts_stacked_beside_their_biases_are_refused(tmp_path: Path) -> None:
     names = [name for name, case in load_cases().items() if not case.has_quantized_form]
-    assert names == ["deepseek_v4", "deepseek_v4-128", "gpt_oss"], "engines do not get DeepSeek-V4's own form"
+    assert names == ["gpt_oss"]
     load_cases(["gpt_oss"])["gpt_oss"].write_checkpoint(tmp_path / "plain")
     with pytest.raises(ConfigError, match=r"biases beside stacked experts"):
         rewrite_folder(to_fp8("block", (32, 16)), tmp_path / "plain", tmp_path / "fp8")
@@ -37,4 +37,11 @@ def test_exported_bytes_are_the_converters_and_loaded_values_those_that_they_sta
 def test_so_it_is_in_every_format(recipe: str) -> None:
     """GLM-5.2: latent attention, an indexer in some layers, experts, an MTP layer with copies."""
     cells = check_quantized(load_cases(["glm5_2"])["glm5_2"], recipe, converts=recipe == "channel")
+    assert all(cell.passed for cell in cells), summary(cells)
+
+
+def test_a_form_of_two_widths_is_made_as_it_is_published() -> None:
+    """DeepSeek-V4: layers in FP8, experts in FP4, scales of one byte; the case rounds by other means."""
+    cells = check_quantized(load_cases(["deepseek_v4-fp4"])["deepseek_v4-fp4"], PUBLISHED, converts=True)
+    assert len(cells) == 3
     assert all(cell.passed for cell in cells), summary(cells)

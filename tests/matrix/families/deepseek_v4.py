@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,61 @@ def published_config(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+EIGHT_BITS = re.compile(
+    r"layers\.\d+\.(attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)|ffn\.shared_experts\.w[123])\.weight"
+)
+FOUR_BITS = re.compile(r"layers\.\d+\.ffn\.experts\.\d+\.w[123]\.weight")
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+EVEN_FIRST = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+"""Codes of e2m1, so that the first of the nearest ones ends in 0."""
+BLOCK = 128
+
+
+def publish(source: Path, target: Path) -> None:
+    """Write the folder as DeepSeek-V4-Flash is published: layers in FP8, experts in FP4, scales of one byte."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors: Tensors = {}
+    for name, tensor in read_tensors(source).items():
+        scale_name = name.removesuffix("weight") + "scale"
+        if EIGHT_BITS.fullmatch(name):
+            tensors[name], tensors[scale_name] = in_eight_bits(tensor.float())
+        elif FOUR_BITS.fullmatch(name):
+            tensors[name], tensors[scale_name] = in_four_bits(tensor.float())
+        else:
+            tensors[name] = tensor
+    write_tensors(target, tensors)
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic"}
+    quantization |= {"weight_block_size": [BLOCK, BLOCK]}
+    config = read_config(target) | {"quantization_config": quantization, "expert_dtype": "fp4"}
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def power_of_two_above(numbers: torch.Tensor) -> torch.Tensor:
+    """The least power of two that is not below each number."""
+    mantissa, exponent = torch.frexp(numbers)
+    return torch.ldexp(torch.ones_like(numbers), exponent - (mantissa == 0.5).int())
+
+
+def in_eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = weight.shape
+    height, width = -(-rows // BLOCK), -(-columns // BLOCK)
+    padded = torch.zeros(height * BLOCK, width * BLOCK)
+    padded[:rows, :columns] = weight
+    blocks = padded.view(height, BLOCK, width, BLOCK)
+    scale = power_of_two_above(blocks.abs().amax((1, 3)) / 448)
+    numbers = (blocks / scale[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
+    return numbers.to(torch.float8_e4m3fn), scale.to(torch.float8_e8m0fnu)
+
+
+def in_four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = weight.view(len(weight), -1, 32)
+    scale = power_of_two_above(groups.abs().amax(2) / 6)
+    distances = ((groups / scale[..., None]).abs()[..., None] - FP4[EVEN_FIRST]).abs()
+    codes = EVEN_FIRST[distances.argmin(-1)] + 8 * torch.signbit(groups)
+    pairs = codes.view(len(weight), -1, 2)
+    return (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8).view(torch.int8), scale.to(torch.float8_e8m0fnu)
+
+
 def without_tables(tensors: Tensors) -> Tensors:
     """The tensors of a folder that a trainer holds."""
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("tid2eid")}
@@ -138,7 +194,6 @@ CASE = FamilyCase(
     reference=Reference,
     pushed=without_tables,
     has_experts=True,
-    has_quantized_form=False,
     about="a window of 5 tokens in all layers; entries of 4 tokens, of which 3 are chosen, in layer 2 of 3, of 6 "
     "in layer 3; 3 streams; experts by a table in layer 1; clamps that bind",
 )
@@ -151,4 +206,14 @@ ENGINE = replace(
     },
     about="the same with entries of 128 tokens, the only ones that engines have, and 4 streams",
 )
-CASES = (CASE, ENGINE)
+QUANTIZED = replace(
+    ENGINE,
+    name="deepseek_v4-fp4",
+    config={
+        **{**ENGINE.config, "hidden_size": 128, "q_lora_rank": 128, "head_dim": 64, "partial_rotary_factor": 0.125},
+        **{"o_lora_rank": 128, "moe_intermediate_size": 256},
+    },
+    publish=publish,
+    about="the same in whole blocks of FP8, for the form in which it is published",
+)
+CASES = (CASE, ENGINE, QUANTIZED)

@@ -49,6 +49,12 @@ def tensor_names(folder: str) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4)
+def stored_codes(folder: str) -> Mapping[str, str]:
+    """Return the dtype of every tensor in a checkpoint's files, as safetensors spells it."""
+    return {name: entry.dtype for name, entry in read_layout(folder).items()}
+
+
+@functools.lru_cache(maxsize=4)
 def stored_dtypes(folder: str) -> Mapping[str, torch.dtype]:
     """Return the dtype of every floating-point tensor of a checkpoint that is not quantized, experts one by one; none
     without files.

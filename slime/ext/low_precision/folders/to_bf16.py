@@ -19,18 +19,22 @@ from slime.ext.low_precision.folders.tensor_file import RowReader
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_files import without_quantization
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, dequantize_block, num_blocks
-from slime.weights.quantize.formats import SUFFIX, GroupInt
+from slime.weights.quantize.formats import SCALE_NAMES, GroupInt, scale_of
 from slime.weights.quantize.group_int import WORD_BITS, num_words
-from slime.weights.quantize.mxfp4 import BLOCKS, GROUP, NUMBERS_PER_BYTE, SCALES, dequantize, multiply_out
+from slime.weights.quantize.mxfp4 import (
+    BLOCKS,
+    FP4_CODES,
+    GROUP,
+    NUMBERS_PER_BYTE,
+    SCALES,
+    dequantize,
+    multiply_out,
+)
 from slime.weights.quantize.quantizer import read_format
 from slime.weights.stored_tensors import TORCH_DTYPES, StoredTensor, TensorInfo, read_bytes
 
 FP8_CODES = ("F8_E4M3", "F8_E5M2")
-FP4_CODES = ("I8", "U8")
-"""Two numbers of e2m1 a byte, beside scales of e8m0."""
 SCALE_CODES = ("F32", "BF16", "F16", "F8_E8M0")
-SCALE_NAMES = (("", "_scale_inv"), ("", "_scale"), (SUFFIX, ".scale"))
-"""What the name of a weight loses and gets to be the name of its scale."""
 ACTIVATION_SCALES = (".input_scale", ".activation_scale")
 EXPERT_DTYPE = "expert_dtype"
 """Key of config.json: experts are ``fp4``."""
@@ -128,8 +132,8 @@ def _shape(stored: StoredTensor) -> tuple[int, ...]:
 
 
 def _scale_of(source: HfSource, name: str) -> StoredTensor | None:
-    names = (name.removesuffix(lost) + got for lost, got in SCALE_NAMES if name.endswith(lost))
-    return next((source.tensors[scale] for scale in names if scale in source.tensors), None)
+    scale = scale_of(name, source.tensors)
+    return None if scale is None else source.tensors[scale]
 
 
 def _is_scale(source: HfSource, name: str) -> bool:

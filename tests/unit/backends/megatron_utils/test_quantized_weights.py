@@ -24,10 +24,9 @@ QUANTIZED_PARAMETERS = re.compile(
     r"mlp\.(experts|shared_experts)\.linear_fc[12]\.weight(\{expert\})?"
     r"|mlp\.linear_fc[12]\.weight"
     r"|self_attention\.linear_(proj|qkv|[qkv]|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj)\.weight"
-    r"|self_attention\.(in_proj|out_proj|(indexer\.)?wq_b|wk|linear_kv_proj|linear_group_proj)\.weight"
-    r"|self_attention\.(indexer\.)?compressor\.(wkv|wgate)\.weight"
+    r"|self_attention\.(in_proj|out_proj|(indexer\.)?wq_b|wk|linear_kv_proj)\.weight"
 )
-"""The Megatron parameters of a layer whose HF tensors published FP8 checkpoints have quantized."""
+"""The Megatron parameters of a layer whose HF tensors engines hold in FP8."""
 
 PLAIN_PARTS = (*(f"linear_attn.in_proj_{part}.weight" for part in ("ba", "b", "a")), "mixer.in_proj.weight")
 """Of such a parameter, what has no quantized form: a few rows that are a tensor of their own on disk, or end one."""

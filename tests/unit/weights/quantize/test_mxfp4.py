@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.quantize import read_format
-from slime.weights.quantize.mxfp4 import dequantize
+from slime.weights.quantize.mxfp4 import dequantize, multiply_out, quantize_rows
 
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 CONFIG = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
@@ -60,3 +60,27 @@ def test_a_folder_gives_tensors_and_single_experts_as_if_it_were_bf16(tmp_path: 
 def test_pushes_in_mxfp4_are_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match=r"tools/convert_mxfp4_to_bf16\.py"):
         read_format({"quant_method": "mxfp4"})
+
+
+def test_rows_are_rounded_to_the_nearest_number_and_ties_to_an_even_code() -> None:
+    """Scales 1 (the largest is 6) and 2 (a little more than 6); halfway points of all neighbours."""
+    halves = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    row = torch.tensor([*halves, *(-x for x in halves), -0.0, 6.0] + [0.0] * 16)
+    packed, scale = quantize_rows(torch.stack([row, 2 * row.clamp(max=3.25)]))
+    rounded = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    assert scale.float().tolist() == [[1.0], [2.0]]
+    assert packed.dtype == torch.int8 and scale.dtype == torch.float8_e8m0fnu
+    values = multiply_out(packed, scale).float()
+    assert values[0].tolist() == [*rounded, *(-x for x in rounded), 0.0, 6.0] + [0.0] * 16
+    assert (
+        values[1].tolist() == [2 * x for x in [*rounded[:5], 3.0, 3.0, *(-x for x in rounded), 0.0, 3.0]] + [0.0] * 16
+    )
+    assert bool(torch.signbit(values[0, 14])) and not torch.signbit(values[0, 16])
+
+
+def test_what_packed_rows_stand_for_is_not_rounded_again() -> None:
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[3, 32:64] = 0
+    once = multiply_out(*quantize_rows(weight))
+    assert torch.equal(multiply_out(*quantize_rows(once)), once)
+    assert bool(torch.isfinite(once.float()).all()) and not once[3, 32:64].any()

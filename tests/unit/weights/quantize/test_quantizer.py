@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.quantize import Quantizer, make_quantizer, quantized_names, read_format
-from slime.weights.quantize.formats import BlockFp8, ChannelFp8, GroupInt, TensorFp8, logical_names, read_weight
+from slime.weights.quantize import Quantizer, as_stored, make_quantizer, quantized_names, read_format
+from slime.weights.quantize.formats import (
+    BlockFp8,
+    ChannelFp8,
+    GroupInt,
+    PackedFp4,
+    TensorFp8,
+    TwoFormats,
+    logical_names,
+    read_weight,
+)
 from slime.weights.quantize.quantizer import IgnoredModules, warn_of_unlisted_weights
 
 DEEPSEEK_V3 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -198,3 +207,31 @@ def test_packed_weights_need_their_config_and_all_parts():
     del stored["model.layers.0.mlp.up_proj.weight_shape"]
     with pytest.raises(DataError, match="up_proj.weight_shape is missing"):
         read_weight(UP, stored.__getitem__, stored, read_format(CONFIGS["int4"]))
+
+
+def test_files_show_four_bits_beside_eight_and_scales_of_one_byte() -> None:
+    stored = {"a.weight": "F8_E4M3", "a.scale": "F8_E8M0", "e.weight": "I8", "e.scale": "F8_E8M0", "b.weight": "BF16"}
+    found = as_stored(BlockFp8((128, 128)), stored)
+    assert isinstance(found, TwoFormats) and found.names == {"e.weight"} and found.other == PackedFp4()
+    assert quantized_names(stored, found) == {"a.weight", "e.weight"}
+    assert logical_names(stored) == ["a.weight", "e.weight", "b.weight"]
+    weight = torch.randn(130, 256).bfloat16()
+    for name, sizes in (("a.weight", [(130, 256), (2, 2)]), ("e.weight", [(130, 128), (130, 8)])):
+        parts = found.quantize(name, weight, check_finite=True)
+        outputs = found.outputs(name, (130, 256))
+        assert [(tuple(part.shape), part.dtype) for part in parts.values()] == list(outputs.values())
+        assert [shape for shape, _ in outputs.values()] == sizes
+        files = {f"{name[0]}.{part}": tensor for part, tensor in parts.items()}
+        assert torch.equal(
+            read_weight(name, files.__getitem__, files, BlockFp8((128, 128))), found.dequantize(name, parts)
+        )
+    assert Quantizer(found, {"a.weight"}).block is None, "slices would have scales of four bytes"
+    with pytest.raises(ConfigError, match=r"e\.weight has rows of 40; in four bits they are multiples of 32"):
+        found.outputs("e.weight", (8, 40))
+
+
+def test_a_scale_that_belongs_to_no_weight_is_a_tensor() -> None:
+    """Gemma 4's router has a factor, ``router.scale``, beside ``router.proj.weight``."""
+    stored = {"router.scale": "BF16", "router.proj.weight": "BF16", "a.weight": "F8_E4M3", "a.weight_scale_inv": "F32"}
+    assert logical_names(stored) == ["router.scale", "router.proj.weight", "a.weight"]
+    assert as_stored(BlockFp8((128, 128)), stored) == BlockFp8((128, 128))
