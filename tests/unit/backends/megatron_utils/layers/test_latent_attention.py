@@ -16,7 +16,9 @@ from slime.backends.megatron_utils.layers.rotary import LatentRotary
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.megatron_utils.update_weight.plain_push import iter_buckets
 from slime.backends.megatron_utils.update_weight.transport import SentWeights
-from tests.matrix.case import load_cases, read_tensors
+from tests.matrix.case import gradients_by_checkpoint_name, load_cases, read_tensors
+from tests.matrix.comparisons import gradient_errors
+from tests.matrix.parity import GRADIENT_BOUND
 from tests.matrix.references.kimi_k2 import KimiK2
 from tests.unit.backends.megatron_utils.megatron_case import (
     hide_broken_torchvision,
@@ -172,7 +174,8 @@ def test_what_sglang_fuses_travels_in_one_bucket(checkpoint: tuple[list[str], Pa
 
 
 def test_the_plain_reference_of_kimi_k2_is_transformers_deepseek_v3(tmp_path: Path) -> None:
-    """transformers has no Kimi-K2, whose published code is DeepSeek-V3's: on one checkpoint both give the same."""
+    """transformers has no Kimi-K2, whose published code is DeepSeek-V3's: on one checkpoint both give the same logits
+    and gradients."""
     hide_broken_torchvision()
     import transformers
 
@@ -181,12 +184,15 @@ def test_the_plain_reference_of_kimi_k2_is_transformers_deepseek_v3(tmp_path: Pa
     ids = torch.randint(0, case.vocab_size, (1, 41), generator=torch.Generator().manual_seed(3))
     model = case.load_reference(tmp_path)
     assert isinstance(model, KimiK2)
-    with torch.no_grad():
-        expected = model(ids)
+    expected = model(ids)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v3"}))
     other = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(other(ids).logits, expected, atol=2e-5, rtol=0)
+    actual = other(ids).logits
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
+    for logits in (expected, actual):
+        torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+    errors = gradient_errors(gradients_by_checkpoint_name(other), gradients_by_checkpoint_name(model))
+    assert max(errors.values()) < GRADIENT_BOUND, max(errors, key=lambda name: errors[name])
