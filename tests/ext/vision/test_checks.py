@@ -14,6 +14,7 @@ from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.compose import flag_groups
 from slime.ext.plan.command import complete_run
 from slime.ext.vision.checks import encoder_problems, tower_problems
+from slime.utils.errors import ConfigError
 from tests.matrix.case import load_cases, read_config
 from tests.unit.backends.megatron_utils.megatron_case import parse
 
@@ -63,6 +64,19 @@ def test_columns_of_videos_and_sound_are_refused_for_a_tower(tmp_path: Path) -> 
     assert problem.startswith("--multimodal-keys has audio, video; the vision towers here")
     args.custom_model_provider_path = "mine.provider"
     assert not list(tower_problems(args, read_config(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-moe", "mistral3", "kimi_k25"])
+@pytest.mark.parametrize("flags", [("--multimodal-keys", '{"image": "images"}'), ("--train-vision-tower",)])
+def test_images_for_a_folder_whose_text_alone_is_trained_are_refused_by_its_name(
+    name: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Gemma 4's images are tokens that attend to each other both ways, which no attention here does."""
+    case = load_cases([name])[name]
+    case.write_checkpoint(tmp_path)
+    kind = case.config["model_type"]
+    with pytest.raises(ConfigError, match=rf"{flags[0]} is given, but the trainer has no vision tower for a {kind}; "):
+        parse(*case.flags(tmp_path), "--hf-checkpoint", str(tmp_path), *flags)
 
 
 @pytest.mark.parametrize(
