@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.family_hooks import family_hooks
 from slime_plugins.models.gemma4 import sglang_hooks as gemma4
 from slime_plugins.models.glm4 import sglang_hooks as glm4v
+from slime_plugins.models.mistral3 import sglang_hooks as mistral3
 from slime_plugins.models.olmo3 import sglang_hooks as olmo3
 
 
@@ -84,3 +86,13 @@ def test_gemma4_experts_on_a_cpu_are_those_of_transformers() -> None:
         UnquantizedFusedMoEMethod.forward_cpu, method, layer=layer, dispatch_output=dispatched
     )
     torch.testing.assert_close(output.hidden_states, experts(x, ids, shares).detach())
+
+
+def test_mistral3_finds_the_classes_of_its_parts_and_imports_no_other_model() -> None:
+    import transformers
+
+    auto = {"MistralConfig": transformers.AutoModelForCausalLM, "PixtralVisionConfig": transformers.AutoModel}
+    expected = {config: auto[config]._model_mapping[getattr(transformers, config)].__name__ for config in auto}
+    before = set(sys.modules)
+    assert {config: mistral3.by_name(pytest.fail, None, auto[config])[config] for config in auto} == expected
+    assert not set(sys.modules) - before

@@ -1,0 +1,29 @@
+"""Mistral 3: the names of its parts' classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def by_name(original: Callable[..., Any], model: Any, auto_model: Any) -> dict[str, Any]:
+    """Return the names of all configs' classes of transformers with those of their models, and import none of them.
+
+    SGLang 0.5.15 imports every model of transformers to find two, and fails with one that this machine cannot import:
+    on a CPU some ask for packages that CUDA alone has.
+    """
+    mapping = auto_model._model_mapping
+    return {
+        config: mapping._model_mapping[kind]
+        for kind, config in mapping._config_mapping.items()
+        if kind in mapping._model_mapping
+    }
+
+
+HOOKS = (
+    (
+        "sglang.srt.models.llava.LlavaForConditionalGeneration._config_cls_name_to_arch_name_mapping",
+        by_name,
+        "around",
+    ),
+)
