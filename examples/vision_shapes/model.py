@@ -1,5 +1,5 @@
 """Random vision-language models of about half a million parameters with tokenizer and processor, as Hugging Face
-folders: Qwen3-VL, Qwen3.5-VL and GLM-4V, the latter also with experts.
+folders: Qwen2.5-VL, Qwen3-VL, Qwen3.5-VL and GLM-4V, the latter also with experts.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Family:
     """Keys of config.json for other tokens."""
     tokens: tuple[str, ...]
     """From ``START_ID`` on."""
+    video_processor: str = ""
+    """Its class, where it is not called after ``processor``."""
 
     @property
     def vocab_size(self) -> int:
@@ -87,6 +89,20 @@ _GLM: dict[str, Any] = {
 }
 _GLM_ROPE = {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
 FAMILIES = {
+    "qwen2_5_vl": Family(
+        config_class="Qwen2_5_VLConfig",
+        text={
+            **{key: value for key, value in _TEXT.items() if key != "head_dim"},
+            "rope_parameters": {**_ROPE, "mrope_section": [8, 4, 4]},
+        },
+        # SGLang takes patches of another size for rows of a tower's output.
+        vision={
+            **_VISION,
+            **{"patch_size": 14, "window_size": 4 * 14, "fullatt_block_indexes": [1], "intermediate_size": 128},
+        },
+        video_processor="Qwen2VLVideoProcessor",
+        **{**_QWEN, "processor": "Qwen2_5_VL"},
+    ),
     "qwen3_vl": Family(
         config_class="Qwen3VLConfig",
         text={**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True}},
@@ -137,13 +153,16 @@ def write_processor(folder: Path, family: str = DEFAULT) -> None:
     tokenizer.chat_template = CHAT_TEMPLATE.replace("IMAGE", start + image + stop)
     tokenizer.save_pretrained(folder)
     shared = {
-        **{"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2},
+        **{"patch_size": kind.vision["patch_size"], "merge_size": 2, "temporal_patch_size": 2},
         **{"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"shortest_edge": 1024, "longest_edge": 65536}},
         "processor_class": f"{kind.processor}Processor",
     }
     for name, which in (
         ("preprocessor", {"image_processor_type": kind.image_processor}),
-        ("video_preprocessor", {"video_processor_type": f"{kind.processor}VideoProcessor"}),
+        (
+            "video_preprocessor",
+            {"video_processor_type": kind.video_processor or f"{kind.processor}VideoProcessor"},
+        ),
     ):
         (folder / f"{name}_config.json").write_text(json.dumps(which | shared, indent=2) + "\n")
 

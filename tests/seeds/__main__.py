@@ -137,14 +137,14 @@ def notes(names: Sequence[str], device: str) -> str:
     return "\n\n".join([text, *([f"On GPUs only: {'; '.join(lines)}."] if lines else [])])
 
 
-def write_docs(device: str, text: str) -> None:
-    """Record the tables of a run; the first one makes the file."""
+def write_docs(device: str, text: str, part: str) -> None:
+    """Record the tables of a run; the first one makes the file, and those of single recipes leave the others' rows."""
     name, where = f"seeds_{device}", {"cpu": "on a CPU", "gpu": "on GPUs"}[device]
     if not (results_page.FOLDER / f"{name}.json").exists():
         title = f"The recipes of the documents in miniature, {where}"
         command = f"make seeds DEVICE={device}"
         results_page.save(name, {"title": title, "group": "Whole jobs", "command": command, "notes": [], "tables": []})
-    results_page.record(name, text)
+    results_page.record(name, text, part=part)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -187,7 +187,8 @@ def main() -> int:
     text = f"{notes(options.only, options.device)}\n\n{table(rows)}\n"
     print(f"\n{text}")
     if options.write_docs:
-        write_docs(options.device, text)
+        part = "" if options.only == list(SEEDS) else ", ".join(ALL[name].title for name in options.only)
+        write_docs(options.device, text, part)
     return int(any(row.problems for row in rows))
 
 

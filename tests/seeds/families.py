@@ -149,13 +149,97 @@ SEED_OSS = dense(
     family="seed_oss",
     script="run-seed-oss-36B.sh",
 )
-MISTRAL = replace(
-    dense(
-        *("Mistral-Small-3.1-24B", "mistral-small-3.1-24B", "Mistral-Small-3.1-24B-Instruct-2503"),
-        family="mistral3",
-        script="run-mistral-small-3.1-24B.sh",
+MISTRAL = dense(
+    *("Mistral-Small-3.1-24B", "mistral-small-3.1-24B", "Mistral-Small-3.1-24B-Instruct-2503"),
+    family="mistral3",
+    script="run-mistral-small-3.1-24B.sh",
+)
+
+KIMI_FOLDER = "Kimi-K2.5"
+KIMI_POSITIONS = {
+    "rope_theta": 50000.0,
+    "rope_scaling": {
+        **{"type": "yarn", "factor": 64.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "original_max_position_embeddings": 64,
+    },
+}
+"""Stretched as those of Kimi-K2.5, further than the engine serves."""
+ONE_STAGE = "--pipeline-model-parallel-size 1 --decoder-last-pipeline-num-layers none --context-parallel-size 1"
+KIMI = Seed(
+    title="Kimi-K2.5",
+    script="run-kimi-k2.5.sh",
+    family="kimi_k25",
+    folder=KIMI_FOLDER,
+    cpu=Form(
+        sizes=KIMI_POSITIONS,
+        prepare=(torch_dist("kimi-k2-thinking", KIMI_FOLDER, f"{KIMI_FOLDER}_torch_dist"),),
+        flags=f"""
+            {CPU_SIZES} {ONE_STAGE} --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --over-sampling-batch-size 12
+        """,
+        jobs=(
+            Job(
+                "TP2 EP2 SP; colocated, two engines",
+                "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --rollout-num-gpus-per-engine 1",
+                shows=("eval", "filter"),
+            ),
+            Job(
+                "CP2 EP2; an engine of TP2",
+                """--tensor-model-parallel-size 1 --context-parallel-size 2 --expert-model-parallel-size 2
+                --rollout-num-gpus-per-engine 2""",
+                shows=("eval", "filter"),
+                goes_on=True,
+            ),
+        ),
+        gpu_only="int4 engine, DeepEP",
     ),
-    cpu=None,  # SGLang's class imports all models of transformers, of which some cannot be beside its CPU parts
+    gpu=Form(
+        sizes={
+            **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8},
+            **{"q_lora_rank": 256, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+            **{"v_head_dim": 128, "intermediate_size": 1024, "moe_intermediate_size": 256, "n_routed_experts": 8},
+            **KIMI_POSITIONS,
+        },
+        weight_std=0.04,
+        prepare=(torch_dist("kimi-k2-thinking", KIMI_FOLDER, f"{KIMI_FOLDER}_torch_dist"),),
+        flags=f"{GPU_SIZES} {ONE_STAGE} --over-sampling-batch-size 24",
+        jobs=(
+            Job(
+                "TP2 EP2 SP, Adam on the host; a bf16 engine of TP2",
+                f"{COLOCATED} --tensor-model-parallel-size 2 --expert-model-parallel-size 2",
+                shows=("eval", "filter"),
+                bound=0.1,
+            ),
+        ),
+    ),
+)
+
+QWEN_VL_FOLDER = "Qwen2.5-VL-7B-Instruct"
+QWEN_VL_PREPARE = (torch_dist("qwen2.5-vl-7B", QWEN_VL_FOLDER, f"{QWEN_VL_FOLDER}_torch_dist"),)
+QWEN_VL_SIZES = """
+    --eval-interval none --rollout-batch-size 6 --n-samples-per-prompt 4 --global-batch-size 24
+    --rollout-max-response-len 12 --max-tokens-per-gpu 1024
+"""
+QWEN_VL = Seed(
+    title="Qwen2.5-VL-7B",
+    script="run-qwen2.5-vl-7B.sh",
+    family="qwen2_5_vl",
+    folder=QWEN_VL_FOLDER,
+    has_pictures=True,
+    cpu=Form(
+        sizes={},
+        prepare=QWEN_VL_PREPARE,
+        flags=f"""
+            {QWEN_VL_SIZES} --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --rollout-num-gpus-per-engine 1
+            --sglang-mem-fraction-static 0.1
+        """,
+        jobs=(Job("TP2 SP; colocated, two engines", "", shows=()),),
+    ),
+    gpu=Form(
+        sizes={},
+        prepare=QWEN_VL_PREPARE,
+        flags=f"{GPU_SIZES} {QWEN_VL_SIZES}",
+        jobs=(Job("TP2 SP; colocated, an engine of TP2", COLOCATED, shows=(), bound=0.05),),
+    ),
 )
 
 NEMOTRON_FOLDER = "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
@@ -227,4 +311,5 @@ FAMILIES = {
     **{"olmo3-7b": OLMO, "gemma4-31b": GEMMA, "gemma4-26b": GEMMA_MOE, "mixtral-8x7b": MIXTRAL},
     **{"seed-oss-36b": SEED_OSS, "mistral-small-24b": MISTRAL, "nemotron3-nano-30b": NEMOTRON},
     "deepseek-v4": DEEPSEEK_V4,
+    **{"kimi-k2.5": KIMI, "qwen2.5-vl-7b": QWEN_VL},
 }

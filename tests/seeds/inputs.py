@@ -13,6 +13,8 @@ import torch
 
 from examples.tiny_arithmetic import task
 from examples.tiny_arithmetic.tokenizer import END_ID, PAD_ID, VOCAB_SIZE, build_tokenizer
+from examples.vision_shapes import model as vision
+from tests.e2e.vision_jobs import write_rows
 from tests.matrix import case as matrix
 from tests.matrix.case import FamilyCase, load_cases
 
@@ -81,6 +83,12 @@ def write_model(folder: Path, family: str, sizes: dict[str, Any], *, weight_std:
         config["auto_map"] = {"AutoConfig": "configuration_mimo.MiMoConfig"}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END_ID, "pad_token_id": PAD_ID}))
+
+
+def write_pictures(base: Path, folder: str, family: str) -> None:
+    """Write a random vision-language model in fp32 with its processor, and questions about pictures."""
+    vision.write_model(base / folder, seed=3, family=family)
+    write_rows(base / "geo3k" / "train.parquet")
 
 
 def _with_mtp(case: FamilyCase) -> FamilyCase:

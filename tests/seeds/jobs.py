@@ -61,8 +61,11 @@ def prepare(seed: Seed, form: Form, base: Path, dtype: torch.dtype, num_gpus: in
     """Write the model and the questions, and convert; what an earlier call left is made again."""
     inputs.clear(base)
     base.mkdir(parents=True)
-    inputs.write_questions(base)
-    inputs.write_model(base / seed.folder, seed.family, dict(form.sizes), weight_std=form.weight_std, dtype=dtype)
+    if seed.has_pictures:
+        inputs.write_pictures(base, seed.folder, seed.family)
+    else:
+        inputs.write_questions(base)
+        inputs.write_model(base / seed.folder, seed.family, dict(form.sizes), weight_std=form.weight_std, dtype=dtype)
     (base / "engines.yaml").write_text(ENGINES.format(size=1) if num_gpus > 1 else ONE_ENGINE)
     (base / "wide_engines.yaml").write_text(ENGINES.format(size=2) if num_gpus > 3 else ONE_ENGINE)
     for number, command in enumerate(form.prepare):

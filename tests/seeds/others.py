@@ -160,6 +160,26 @@ HALF = Seed(
     ),
 )
 
+BF16 = Seed(
+    title="GLM4-9B in bf16",
+    script="run-glm4-9B.sh",
+    family="glm4",
+    folder="GLM-Z1-9B-0414",
+    cpu=Form(
+        sizes={"num_hidden_layers": 2},
+        prepare=GLM4_PREPARE,
+        flags=f"{CPU_SIZES} --bf16 --sglang-dtype bfloat16",
+        jobs=(Job("1 rank; an engine apart", APART, bound=0.05),),
+    ),
+    gpu=Form(
+        sizes=DENSE,
+        weight_std=0.04,
+        prepare=GLM4_PREPARE,
+        flags=GPU_SIZES,
+        jobs=(Job("1 GPU; an engine on the other", APART, bound=0.05),),
+    ),
+)
+
 DELTA_FLAGS = """
     --update-weight-transport disk --update-weight-mode delta --update-weight-disk-dir {save}/shared
     --update-weight-local-checkpoint-dir {save}/local
@@ -218,5 +238,7 @@ PLAIN = Seed(
 
 OTHERS = {
     **{"minimax-m2": MINIMAX, "qwen3-next": NEXT, "qwen3-30b-int4": INT4, "qwen3-4b-fp8-channel": CHANNELS},
-    **{"glm4-9b-fp16": HALF, "glm4-9b-delta": DELTA, "glm4-9b-plain": PLAIN, **FAMILIES, **ON_FOUR_GPUS},
+    **{"glm4-9b-fp16": HALF, "glm4-9b-bf16": BF16, "glm4-9b-delta": DELTA, "glm4-9b-plain": PLAIN},
+    **FAMILIES,
+    **ON_FOUR_GPUS,
 }

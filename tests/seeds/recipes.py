@@ -96,6 +96,8 @@ class Seed:
     cpu: Form | None
     """None: SGLang cannot do it without a GPU."""
     gpu: Form
+    has_pictures: bool = False
+    """The model is one of examples/vision_shapes, sizes and all, and questions have pictures."""
 
 
 def torch_dist(models: str, source: str, target: str, *, processes: int = 1, flags: str = "") -> str:
