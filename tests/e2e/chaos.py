@@ -42,7 +42,7 @@ PARTS = {
     "engine": "sglang_utils.server_main",
     "engine actor": "ray::EngineActor",
     "router": "sglang_utils.router_main",
-    "trainer rank": "ray::MegatronTrain",
+    "trainer rank": "TrainRayActor",  # of megatron, or the one that copies its state
     "manager": "ray::RolloutManager",
     "driver": "",
 }

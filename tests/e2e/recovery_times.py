@@ -110,7 +110,7 @@ def preempt(work_dir: Path, case: str) -> None:
     try:
         job.wait_until(lambda: "step 2/4" in job.text(), "the second step", 500)
         began = time.time()
-        victim = job.process.pid if case == "sigterm_driver" else job.pids("ray::MegatronTrain")[1]
+        victim = job.process.pid if case == "sigterm_driver" else job.pids("TrainRayActor")[1]
         os.kill(victim, signal.SIGTERM)
         code = job.finish(100)
         left_s = time.time() - began
