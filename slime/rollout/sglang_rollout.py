@@ -13,10 +13,7 @@ these names, and may replace them in this module: every call looks them up here.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import copy
-import functools
-import gc
 import logging
 import time
 import uuid
@@ -57,7 +54,7 @@ from slime.rollout.rm_hub.policy import is_one_each, leave_out
 from slime.rollout.run_state import current_run
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.rollout.waiting import LongWait, cancel_all, deadline_error, wait_for_all
-from slime.utils.async_utils import run
+from slime.utils.async_utils import run, tune_garbage_collection
 from slime.utils.errors import ConfigError, EngineError, HookError, ProcessError
 from slime.utils.http_utils import get_rollout_num_engines
 from slime.utils.misc import SingletonMeta, copy_plain, load_function, parameters_of
@@ -92,9 +89,6 @@ IDLE_WAIT_S = 60.0
 MAX_EVAL_ATTEMPTS = 3
 """Attempts to generate a sample of an evaluation that comes back aborted although nobody aborted it."""
 PROMPTS_KEPT = 16
-OBJECTS_PER_REQUEST = 256
-"""Containers that a request in flight keeps alive: its tasks, connection, buffers, sample and spans."""
-MIN_YOUNG_OBJECTS = 20_000
 
 GetSamples = Callable[[int], list[Group]]
 
@@ -121,7 +115,7 @@ class GenerateState(metaclass=SingletonMeta):
         self.dp_rank = 0
         self._prompt_ids: OrderedDict[str, list[int]] = OrderedDict()
         self.reset()
-        _tune_garbage_collection(num_requests)
+        tune_garbage_collection(num_requests)
 
     def reset(self) -> None:
         """Forget the rollout that has just ended."""
@@ -168,20 +162,6 @@ class GenerateState(metaclass=SingletonMeta):
     def pending_in_order(self) -> list[asyncio.Task[Group]]:
         """Return the pending tasks in the order in which they were started."""
         return sorted(self.pendings, key=lambda task: task.get_name())
-
-
-@functools.cache
-def _tune_garbage_collection(num_requests: int) -> None:
-    """Exclude long-lived objects from garbage collection, and collect less often.
-
-    Half a million objects of torch and transformers live as long as the process; they are frozen.  A collection starts
-    once there are more new objects than ``num_requests`` in flight need.  With Python's default threshold, 700, it
-    scans the same live requests again and again, for a third of the client's processor time.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(max(MIN_YOUNG_OBJECTS, OBJECTS_PER_REQUEST * num_requests), 10, 10)
-    atexit.register(gc.unfreeze)  # libraries that look for leaks at the end must find what they left
 
 
 # One request

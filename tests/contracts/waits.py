@@ -19,7 +19,7 @@ TRAINER_SIDE = (
     "slime.ext.low_precision",
 )
 """Collectives have their own deadline, ``--distributed-timeout-minutes``."""
-ROLLOUT_SIDE = ("slime", "slime_plugins/rollout_buffer")
+ROLLOUT_SIDE = ("slime", "slime_plugins/graders", "slime_plugins/rollout_buffer")
 
 TIMED_ARGUMENTS = frozenset({"timeout", "timeout_s", "timeout_sec"})
 CLIENT_MODULES = frozenset({"requests", "httpx"})

@@ -158,7 +158,7 @@ def install() -> Patches:
         (models, "find_available_port", lambda base: free_port()),
         (sglang_rollout, "load_tokenizer", lambda *_, **__: FakeTokenizer()),
         (sglang_rollout, "load_processor", nothing),
-        (sglang_rollout, "_tune_garbage_collection", nothing),
+        (sglang_rollout, "tune_garbage_collection", nothing),
         (data_source, "load_tokenizer", lambda *_, **__: FakeTokenizer()),
         (data_source, "load_processor", nothing),
         (waiting, "SIGTERM_POLL_S", NO_SIGTERM_S),
