@@ -59,7 +59,7 @@ def _converted_by_plug_in(args: Namespace, samples: list[Sample]) -> TrainBatch:
             f"columns (slime/train_data/columns.py), {', '.join(needed)} among them."
         )
     batch = TrainBatch.from_dict(data)
-    check_columns(batch)
+    check_columns(batch, {column: (allowed, flag) for column, (_, allowed, flag) in args.named_columns.items()})
     return batch
 
 

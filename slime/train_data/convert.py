@@ -91,8 +91,11 @@ def samples_to_train_data(
     return batch
 
 
-def check_columns(batch: TrainBatch) -> None:
+def check_columns(batch: TrainBatch, named: Mapping[str, tuple[Collection[str], str]] | None = None) -> None:
     """Check what a converter of the user's made, as ``samples_to_train_data`` checks samples.
+
+    Args:
+        named: column -> the names that its samples may have there, if it exists, and the flag that gives them.
 
     Raises:
         DataError: names the sample and the column.
@@ -111,6 +114,17 @@ def check_columns(batch: TrainBatch) -> None:
         entries = {name: values[position] for name, values in per_token.items()}
         _check_lengths(sample_name(batch, position), tokens, response, entries)
     _check_numbers(batch)
+    for column, (allowed, flag) in (named or {}).items():
+        _check_names(batch, column, allowed, flag)
+
+
+def _check_names(batch: TrainBatch, column: str, allowed: Collection[str], flag: str) -> None:
+    for position, name in enumerate(batch.extra.get(column) or ()):
+        if not isinstance(name, str) or name not in allowed:
+            raise DataError(
+                f"{sample_name(batch, position)} has {name!r:.200} in {column}; {flag} has {', '.join(allowed)}; "
+                "check the converter given by --custom-convert-samples-to-train-data-path"
+            )
 
 
 def _check_lengths(sample: str, tokens: Any, response: Any, per_token: Mapping[str, Any]) -> None:

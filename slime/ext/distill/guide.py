@@ -42,7 +42,7 @@ class Distillation(Guide):
         """Add ``teacher_log_probs``, and ``teacher_top`` with ``--opd-top-k``, where teachers are in the trainer."""
         read = get_log_probs_and_entropy if self.args.opd_top_k is None else get_log_probs_and_top
         answers = {name: passes(teacher_tag(name), read, "teacher_") for name in trainer_teachers(self.args)}
-        if len(answers) > 1 or (answers and "teacher_names" in data):
+        if len(answers) > 1:
             choose_teachers(data, answers)
         else:
             data.update(*answers.values())
@@ -104,23 +104,19 @@ def add_distillation(
 def choose_teachers(data: DeviceBatch, answers: Mapping[str, Mapping[str, Any]]) -> None:
     """Set the teachers' columns, in which each sample has the entry of its own teacher, ``teacher_names`` of the data.
 
+    The rollout manager has checked the names (``args.named_columns``).
+
     Args:
         answers: teacher -> column -> an entry for each sample; without columns on all but the last pipeline stage.
 
     Raises:
-        DataError: the data does not say which teacher is whose, or names one that there is not.
+        DataError: the data does not say which teacher is whose.
     """
     names = data.get("teacher_names")
     if names is None:
         raise DataError(
             "--opd-teachers needs the column teacher_names, the name of each sample's teacher; a converter given by "
             "--custom-convert-samples-to-train-data-path must make it"
-        )
-    if unknown := [name for name in names if name not in list(answers)]:
-        raise DataError(
-            f"the column teacher_names has {unknown[0]!r}; the teachers of --opd-teachers are {', '.join(answers)}; a "
-            "sample's name is its data set's, or in its metadata under --opd-teacher-key; or the converter given by "
-            "--custom-convert-samples-to-train-data-path made it"
         )
     for column in next(iter(answers.values())):
         data[column] = [answers[name][column][position] for position, name in enumerate(names)]

@@ -217,3 +217,17 @@ def test_a_sample_that_names_none_of_the_allowed_is_refused_with_its_index(task)
     assert train_data([good], named_columns={"names": entry}).extra["names"] == ["code"]
     with pytest.raises(DataError, match=r"sample 7 has the metadata\['task'\] .*; --opd-teachers has math, code"):
         train_data([good, sample(index=7, metadata={"task": task})], named_columns={"names": entry})
+
+
+def names_poetry(args, samples):
+    return documented_columns(args, samples) | {"names": ["math", "poetry"][: len(samples)]}
+
+
+def test_names_that_a_converter_makes_are_refused_before_training():
+    entry = "task", ("math", "code"), "--opd-teachers"
+    flags = {"named_columns": {"names": entry}, "custom_convert_samples_to_train_data_path": path(names_poetry)}
+    assert train_data([sample()], **flags).extra["names"] == ["math"]
+    with pytest.raises(DataError, match="sample 1 .* has 'poetry' in names; --opd-teachers has math, code; .*convert"):
+        train_data([sample(), sample(index=1)], **flags)
+    flags["custom_convert_samples_to_train_data_path"] = path(documented_columns)
+    assert "names" not in train_data([sample()], **flags).extra
