@@ -8,26 +8,24 @@ are summed, too, under a name that ends in ``_total``.
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import threading
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
+from slime.ext.record.scraping import scraped_families
 from slime.flags.observability import tracking_config
 from slime.flags.security import job_secret
 from slime.observability.metrics_file import NewRecords, metrics_path
 from slime.observability.telemetry import Sink
-from slime.ray.engines.verbs import JobState, PageSource, read_page
+from slime.ray.engines.verbs import JobState
 from slime.ray.utils import listen_address
 from slime.utils.errors import ConfigError, DeadlineError
 from slime.utils.http_door import PageHandler, PageServer
@@ -36,14 +34,9 @@ from slime.utils.net import format_host_port, is_loopback
 
 logger = logging.getLogger(__name__)
 
-NUM_SCRAPERS = 16
 SHUTDOWN_TIMEOUT_S = 5.0
 PAGE_S = 30.0
 """For the page that another request has asked for."""
-OWN = "slime_"
-"""Begins the names of the job's own figures and labels; no page of an engine can show any."""
-_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*", re.ASCII)
-
 COUNTS = re.compile(
     r"rollout/(groups/(issued|kept|dropped|discarded)|dynamic_filter/drop_.+"
     r"|staleness/(groups_regenerated|tokens_discarded|groups_masked|samples_masked))$|perf/weight_push_bytes$"
@@ -119,45 +112,6 @@ def state_families(state: JobState) -> Iterator[Metric]:
     evictions = Metric("slime_engine_evictions", "Engines that were given up or restarted", "counter")
     evictions.add_sample("slime_engine_evictions_total", {}, state.num_evictions)
     yield evictions
-
-
-def scraped_families(sources: Sequence[PageSource], secret: str | None = None) -> Iterator[Metric]:
-    """Yield the families of all pages, those of one name as one; and which pages answered.
-
-    A page has no say in what the job says itself: figures with a name of the job's, and labels that name a server.
-    """
-    scrape = functools.partial(_scrape, secret=secret)
-    labels_of_job = {name for source in sources for name in source.labels}
-    found: dict[str, Metric] = {}
-    answered = Metric("slime_scrape_success", "1 where an engine or router showed its metrics", "gauge")
-    with ThreadPoolExecutor(NUM_SCRAPERS, thread_name_prefix="scrape") as pool:
-        for source, families in zip(sources, pool.map(scrape, sources), strict=True):
-            answered.add_sample("slime_scrape_success", {"source": source.name}, float(families is not None))
-            for family in families or ():
-                if not _is_foreign(family.name):
-                    continue
-                known = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                for sample in family.samples:
-                    labels = {k: v for k, v in sample.labels.items() if k not in labels_of_job and _is_foreign(k)}
-                    if _is_foreign(sample.name):
-                        known.add_sample(sample.name, {**labels, **source.labels}, sample.value)
-    yield from found.values()
-    yield answered
-
-
-def _is_foreign(name: str) -> bool:
-    """Return True for a name of a metric or a label that an engine's page may use."""
-    return _NAME.fullmatch(name) is not None and not name.startswith(OWN)
-
-
-def _scrape(source: PageSource, secret: str | None) -> list[Metric] | None:
-    """Return the families of a page; None where it does not answer."""
-    text = read_page(source.url, secret) if source.text is None else source.text
-    try:
-        return list(text_string_to_metric_families(text)) if text else None
-    except ValueError as error:
-        logger.debug("%s is no Prometheus page: %s", source.url, error)
-        return None
 
 
 class MetricsPage:

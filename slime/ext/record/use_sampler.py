@@ -116,7 +116,7 @@ class UseSampler:
         except Exception as error:  # the edge of a thread: the manager may be ending
             logger.debug("the use of the engines is not known: %s", error)
             return
-        from slime.ext.record.prometheus_page import scraped_families  # with its client; only the driver asks
+        from slime.ext.record.scraping import scraped_families  # with Prometheus' client; only the driver asks
 
         for family in scraped_families(pages, self._secret):
             if family.name in ENGINE_GAUGES:
