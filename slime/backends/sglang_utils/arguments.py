@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.server_args import own_dtype
 from slime.backends.sglang_utils.sglang_config import (
     ServerGroupConfig,
     SGLangConfig,
+    own_dtype,
+    present_name,
     resolve_sglang_config,
     share_problems,
     size_problems,
@@ -248,11 +249,10 @@ def nuclei_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
             f"{wanted}, and prefill engines do not pass on the first token's; use engines that do both "
             "(no --prefill-num-servers, no prefill and decode groups), or --rollout-top-p 1."
         )
-    flags = {name: getattr(args, f"sglang_{name}") for name in RETURN_NUCLEI}
-    for settings in ({**flags, **group.overrides} for group in model.server_groups):
+    for group in model.server_groups:
         for name, (fitting, reason) in RETURN_NUCLEI.items():
-            if settings[name] not in fitting:
-                flag = f"--sglang-{name.replace('_', '-')} is {settings[name]}"
+            if (value := group.setting(args, name)) not in fitting:
+                flag = f"--sglang-{name.replace('_', '-')} is {value}"
                 yield f"{wanted}, and {flag}: {reason}, or set --rollout-top-p 1."
                 return
 
@@ -369,7 +369,7 @@ def precision_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
     """Yield quantized checkpoints whose engines would compute in fp32, which SGLang refuses when it loads them."""
     for model in () if args.debug_train_only else layout.models:
         method = (read_config(model.model_path).get("quantization_config") or {}).get("quant_method")
-        dtypes = {own_dtype(args, group.overrides.get("dtype", args.sglang_dtype)) for group in model.server_groups}
+        dtypes = {own_dtype(args, group.setting(args, "dtype")) for group in model.server_groups}
         if method in ("fp8", "compressed-tensors") and "float32" in dtypes:
             yield (
                 f"{model.model_path} is quantized ({method}), and SGLang computes with such weights in bf16 or fp16 "
@@ -386,7 +386,7 @@ def own_quantization_problems(args: Namespace, layout: SGLangConfig) -> Iterator
         held = (config.get("quantization_config") or {}).get("quant_method")
         for group in model.server_groups:
             for name in ("quantization", "torchao_config"):
-                asked = group.overrides.get(name, getattr(args, f"sglang_{name}", None))
+                asked = group.setting(args, name)
                 if model.update_weights and asked and asked != held:
                     yield (
                         f"--sglang-{name.replace('_', '-')} (or the override {name} in --sglang-config) is {asked!r}, "
@@ -400,7 +400,7 @@ def cut_blocks(args: Namespace, path: str, group: ServerGroupConfig, config: dic
     """Yield the same for one group of engines; ``config``: config.json of the checkpoint ``path``."""
     block = (config.get("quantization_config") or {}).get("weight_block_size")
     names = ("pp_size", "ep_size", "moe_dense_tp_size")
-    sizes = [group.overrides.get(name, getattr(args, f"sglang_{name}")) or 0 for name in names]
+    sizes = [group.setting(args, name) or 0 for name in names]
     if not block or any(not isinstance(size, int) or size < 0 for size in sizes):
         return  # an override that is no size is refused by itself
     pp_size, ep_size, dense_tp_size = sizes
@@ -433,8 +433,6 @@ def cut_blocks(args: Namespace, path: str, group: ServerGroupConfig, config: dic
 
 def override_problems(path: str, config: SGLangConfig, parser: Parser, fields: Collection[str]) -> Iterator[str]:
     """Yield overrides that are no field of ServerArgs, and values that its command line would not take."""
-    from slime.backends.sglang_utils.server_args import present_name
-
     for model in config.models:
         for group in model.server_groups:
             where = f"--sglang-config {path}: the override {{}} of the {group.worker_type} engines of {model.name}"

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.backends.sglang_utils.sglang_config import RENAMED_FIELDS, own_dtype, present_name
 from slime.flags.security import trusts_remote_code
 from slime.utils.files import read_model_config
 
@@ -161,38 +162,6 @@ def lacks_processor(folder: str) -> bool:
     return bool(read_model_config(folder).get("vision_config"))
 
 
-def own_dtype(args: Namespace, asked: str | None) -> str | None:
-    """Return the dtype of an engine that this job starts: ``asked``, or the trainer's, so that log-probs agree.
-
-    SGLang's "auto" is no answer: it would take float16 for a checkpoint written in float32.
-    """
-    if asked not in (None, "auto"):
-        return asked
-    if args.fp16:
-        return "float16"
-    if args.bf16:
-        return "bfloat16"
-    return "float32" if args.fp32 else None
-
-
-def served_dtype(asked: str, folder: str, *, of_fp32: Callable[[Mapping[str, Any]], str]) -> str:
-    """Return the dtype of an engine whose ServerArgs have ``asked``; "auto" follows config.json as SGLang does.
-
-    "" without a config.json to read.
-
-    Args:
-        of_fp32: gives what "auto" makes of a checkpoint in fp32, by its config.json.
-    """
-    if asked != "auto":
-        return asked
-    if not (Path(folder) / "config.json").is_file():
-        return ""
-    config = read_model_config(folder)
-    parts = (config, config.get("text_config") or {})
-    named = next((name for part in parts if (name := part.get("dtype") or part.get("torch_dtype"))), "float32")
-    return str(named) if str(named) != "float32" else of_fp32(config)
-
-
 def _cpu_defaults(decided: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that a CPU engine needs, where no flag set them."""
     defaults = {
@@ -210,16 +179,6 @@ def _cpu_defaults(decided: Mapping[str, Any]) -> dict[str, Any]:
         "sleep_on_idle": True,
         "lora_backend": "torch_native",  # the others are Triton's
     }
-
-
-RENAMED_FIELDS = {"cuda_graph_max_bs": "cuda_graph_max_bs_decode", "cuda_graph_bs": "cuda_graph_bs_decode"}
-"""ServerArgs fields that later versions of SGLang call otherwise; an --sglang-config may have either name."""
-
-
-def present_name(name: str, known_fields: Collection[str]) -> str:
-    """Return the name of a field in the installed ServerArgs."""
-    later = RENAMED_FIELDS.get(name, name)
-    return later if later in known_fields and name not in known_fields else name
 
 
 def keep_known(server_args: Mapping[str, Any], known_fields: Collection[str]) -> dict[str, Any]:

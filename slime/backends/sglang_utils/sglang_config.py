@@ -1,4 +1,4 @@
-"""The models and engines of a run, from the YAML of ``--sglang-config`` or from flags.  Data only.
+"""The models and engines of a run, from the YAML of ``--sglang-config`` or from flags.  Data only; nothing is started.
 
 sglang:                      # a list of models; each gets its own router
   - name: default
@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from slime.flags.overlay import read_yaml
 from slime.utils.errors import ConfigError
+from slime.utils.files import read_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,10 @@ class ServerGroupConfig:
     num_gpus_per_engine: int
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """ServerArgs fields of these engines; they win over flags."""
+
+    def setting(self, args: Namespace, name: str) -> Any:
+        """Return what these engines get for a field of ServerArgs; None where the installed one has no such field."""
+        return self.overrides.get(name, vars(args).get(f"sglang_{name}"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +309,7 @@ def size_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
     groups = [(model.name, group) for model in layout.models for group in model.server_groups]
     for name_of_model, group in groups:
         own, num_gpus = group.overrides, group.num_gpus_per_engine
-        sizes = {name: own.get(name, getattr(args, f"sglang_{name}")) for name in ("pp_size", "dp_size", "ep_size")}
+        sizes = {name: group.setting(args, name) for name in ("pp_size", "dp_size", "ep_size")}
         if group.worker_type == "placeholder" or not all(isinstance(one, int) and one > 0 for one in sizes.values()):
             continue  # an override that is no size is refused by itself
         tp_size = num_gpus // sizes["pp_size"]
@@ -334,3 +340,45 @@ def share_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
 def nearest_divisor(number: int, wanted: int) -> int:
     """Return the divisor of ``number`` that is nearest to ``wanted``."""
     return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))
+
+
+def own_dtype(args: Namespace, asked: str | None) -> str | None:
+    """Return the dtype of an engine that this job starts: ``asked``, or the trainer's, so that log-probs agree.
+
+    SGLang's "auto" is no answer: it would take float16 for a checkpoint written in float32.
+    """
+    if asked not in (None, "auto"):
+        return asked
+    if args.fp16:
+        return "float16"
+    if args.bf16:
+        return "bfloat16"
+    return "float32" if args.fp32 else None
+
+
+def served_dtype(asked: str, folder: str, *, of_fp32: Callable[[Mapping[str, Any]], str]) -> str:
+    """Return the dtype of an engine whose ServerArgs have ``asked``; "auto" follows config.json as SGLang does.
+
+    "" without a config.json to read.
+
+    Args:
+        of_fp32: gives what "auto" makes of a checkpoint in fp32, by its config.json.
+    """
+    if asked != "auto":
+        return asked
+    if not (Path(folder) / "config.json").is_file():
+        return ""
+    config = read_model_config(folder)
+    parts = (config, config.get("text_config") or {})
+    named = next((name for part in parts if (name := part.get("dtype") or part.get("torch_dtype"))), "float32")
+    return str(named) if str(named) != "float32" else of_fp32(config)
+
+
+RENAMED_FIELDS = {"cuda_graph_max_bs": "cuda_graph_max_bs_decode", "cuda_graph_bs": "cuda_graph_bs_decode"}
+"""ServerArgs fields that later versions of SGLang call otherwise; an --sglang-config may have either name."""
+
+
+def present_name(name: str, known_fields: Collection[str]) -> str:
+    """Return the name of a field in the installed ServerArgs."""
+    later = RENAMED_FIELDS.get(name, name)
+    return later if later in known_fields and name not in known_fields else name

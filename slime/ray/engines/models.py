@@ -26,9 +26,14 @@ from slime.backends.sglang_utils.router_process import (
     register_worker,
     start_router,
 )
-from slime.backends.sglang_utils.server_args import own_dtype, served_dtype
 from slime.backends.sglang_utils.server_guard import generation_key
-from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, resolve_sglang_config
+from slime.backends.sglang_utils.sglang_config import (
+    ModelConfig,
+    ServerGroupConfig,
+    own_dtype,
+    resolve_sglang_config,
+    served_dtype,
+)
 from slime.flags.cluster import plan_gpus
 from slime.flags.parse import record_runtime
 from slime.flags.security import job_secret

@@ -11,7 +11,7 @@ import pytest
 
 from slime.backends.megatron_utils.models import dtype_of_fp32
 from slime.backends.sglang_utils.external_engines import describe
-from slime.backends.sglang_utils.server_args import own_dtype, served_dtype
+from slime.backends.sglang_utils.sglang_config import own_dtype, served_dtype
 from slime.ray.engines import models
 
 PRECISIONS = {"bf16": False, "fp16": False, "fp32": False}
