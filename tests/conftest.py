@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from slime.utils.processing_utils import import_torchvision
+from slime.utils.torchvision_package import import_torchvision
 
 MARK = "SLIME_TEST_PROCESS"
 """Environment variable whose value names the test process: one for each worker of pytest-xdist."""

@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 
 from examples.tiny_arithmetic import model as tiny
 from examples.tiny_arithmetic.tokenizer import END_ID, VOCAB_SIZE, build_tokenizer
-from slime.utils.processing_utils import import_torchvision
+from slime.utils.torchvision_package import import_torchvision
 
 PATCH = 8
 START_ID, STOP_ID, IMAGE_ID, VIDEO_ID = range(VOCAB_SIZE, VOCAB_SIZE + 4)

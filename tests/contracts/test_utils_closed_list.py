@@ -15,6 +15,7 @@ KIT = {
     "http_utils",
     "mask_utils",
     "processing_utils",
+    "torchvision_package",
     "async_utils",
     "sglang_meta",
     "net",

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slime.utils.processing_utils import import_torchvision
+from slime.utils.torchvision_package import import_torchvision
 from slime.weights.stacked_experts import by_expert
 from tests.matrix.flags import model_flags
 

@@ -1,5 +1,5 @@
 """Import torchvision: the first of the modules that the ranks' server imports (``pool.PRELOADED``)."""
 
-from slime.utils.processing_utils import import_torchvision
+from slime.utils.torchvision_package import import_torchvision
 
 import_torchvision()

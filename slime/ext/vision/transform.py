@@ -42,7 +42,8 @@ from slime.ext.vision.images import ImageBatch, PlacedImages
 from slime.ext.vision.towers import TOWERS
 from slime.utils.errors import ConfigError
 from slime.utils.misc import load_function
-from slime.utils.processing_utils import full_pixels, import_torchvision
+from slime.utils.processing_utils import full_pixels
+from slime.utils.torchvision_package import import_torchvision
 
 
 def rotary_axes(section: Sequence[int], *, interleaved: bool) -> Tensor:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.processing_utils import import_torchvision
+from slime.utils.torchvision_package import import_torchvision
 
 import_torchvision()  # before what has transformers look for it, once: peft and tiny_qwen3
 

@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 
 from slime.utils import env
 from slime.utils.errors import ConfigError
+from slime.utils.torchvision_package import import_torchvision, tell_transformers
 
 TESTED_SGLANG = "0.5.15.post1"
 """The only version whose imports the shim is known to satisfy."""
@@ -68,8 +69,6 @@ def install() -> bool:
         return True
     if not is_needed():
         return False
-    from slime.utils.processing_utils import import_torchvision, tell_transformers
-
     _check_version()
     stubbed = {"sgl_kernel"} if not _is_installed("sgl_kernel") else set()
     if not import_torchvision():
