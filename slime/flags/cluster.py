@@ -24,7 +24,6 @@ from slime.flags.kinds import (
     wait_s,
 )
 from slime.flags.rollout import OWN_ROLLOUTS
-from slime.utils.async_utils import STALL_TIMEOUT_S
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -145,7 +144,7 @@ def _add_deadlines(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--loop-stall-timeout-s",
         type=wait_s,
-        default=STALL_TIMEOUT_S,
+        default=600.0,
         help="Seconds that a plug-in may block the event loop of the rollout (a generate function or grader that does "
         "not await) before the run ends and names it. The log names it after 10 s.",
     )

@@ -5,7 +5,9 @@ import threading
 
 import pytest
 
-from slime.utils.async_utils import run
+from slime.flags.cluster import add_cluster_arguments
+from slime.flags.config import flag_defaults
+from slime.utils.async_utils import DEFAULT_TIMEOUT_S, STALL_TIMEOUT_S, run
 from slime.utils.errors import DeadlineError, ProcessError
 
 
@@ -46,3 +48,9 @@ def test_waiting_on_the_loop_for_itself_is_refused():
 
     with pytest.raises(ProcessError, match="await the coroutine instead"):
         run(outer())
+
+
+def test_flags_and_processes_without_flags_have_the_same_deadlines():
+    defaults = flag_defaults(add_cluster_arguments)
+    assert defaults["loop_stall_timeout_s"] == STALL_TIMEOUT_S
+    assert defaults["rollout_timeout_s"] == DEFAULT_TIMEOUT_S
