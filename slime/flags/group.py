@@ -37,6 +37,12 @@ class FlagGroup:
     """Each fills in and checks what follows from the complete flags of a trainer; a run without one skips them."""
     once: tuple[Derive, ...] = ()
     """Those of ``derive`` that concern the run as a whole, so that a critic's args skip them."""
+    chosen_by: str = ""
+    """A flag, as in a ``Rule``: a run without it skips ``derive``, ``check``, ``advise`` and ``complete``."""
+
+    def is_chosen(self, args: Namespace) -> bool:
+        """Return whether the run of ``args`` has this subject at all."""
+        return not self.chosen_by or _holds(vars(args), self.chosen_by)
 
 
 def declare_all(parser: argparse.ArgumentParser, groups: Iterable[FlagGroup]) -> None:
@@ -49,9 +55,16 @@ def declare_all(parser: argparse.ArgumentParser, groups: Iterable[FlagGroup]) ->
 def derive_all(args: Namespace, groups: Iterable[FlagGroup], *, of_the_run: bool = True) -> None:
     """Fill in every derived attribute of ``args``; ``of_the_run=False`` for a second role in the run."""
     for group in groups:
-        for derive in group.derive:
+        for derive in group.derive if group.is_chosen(args) else ():
             if of_the_run or derive not in group.once:
                 derive(args)
+
+
+def advise_all(args: Namespace, groups: Iterable[FlagGroup]) -> None:
+    """Log what works, but may not be what was meant."""
+    for group in groups:
+        for advise in group.advise if group.is_chosen(args) else ():
+            advise(args)
 
 
 def complete_all(args: Namespace, groups: Iterable[FlagGroup]) -> None:
@@ -62,7 +75,7 @@ def complete_all(args: Namespace, groups: Iterable[FlagGroup]) -> None:
     """
     if not args.debug_rollout_only:
         for group in groups:
-            for complete in group.complete:
+            for complete in group.complete if group.is_chosen(args) else ():
                 complete(args)
 
 
@@ -80,7 +93,8 @@ def problems_of(args: Namespace, groups: Iterable[FlagGroup]) -> list[str]:
             if _holds(values, name) and _holds(values, other):
                 both = f"{_as_given(values, name)} and {_as_given(values, other)}"
                 found.append(f"{both} contradict each other: {reason}. Drop one of them.")
-        found += [message for check in group.check for message in check(args)]
+        checks = group.check if group.is_chosen(args) else ()
+        found += [message for check in checks for message in check(args)]
     return found
 
 

@@ -48,7 +48,7 @@ from slime.flags import (
 from slime.flags.cluster import RUNTIME_FACTS
 from slime.flags.family_checks import check_engines_of_family
 from slime.flags.files import check_files
-from slime.flags.group import FlagGroup, complete_all, declare_all, derive_all, problems_of
+from slime.flags.group import FlagGroup, advise_all, complete_all, declare_all, derive_all, problems_of
 from slime.flags.historical import note_historical, refuse_missing_features
 from slime.flags.hook_checks import check_hooks_on_driver
 from slime.flags.overlay import ROLES_FLAG, apply_overlay, apply_role_overrides, overlaid_names
@@ -231,9 +231,7 @@ def slime_validate_args(args: Namespace, parser: Parser | None = None) -> None:
         logger.info("%s: there is no critic, so its overrides are not used.", ROLES_FLAG)
     if problems := problems_of(args, parser.groups):
         raise ConfigError("\n".join(problems))
-    for group in parser.groups:
-        for advise in group.advise:
-            advise(args)
+    advise_all(args, parser.groups)
     if args.runs_here:
         check_files(args)
         critic.check_critic_files(args)

@@ -105,8 +105,6 @@ def teacher_tag(name: str) -> str:
 
 def derive_distillation(args: Namespace) -> None:
     """Say which policies and columns the trainer needs, and that the advantages read its old log-probs."""
-    if not args.use_opd:
-        return
     args.advantage_terms += ("--use-opd: the teacher's pull is in the advantages",)
     flag = "opd_teacher_load" if args.opd_teachers is None else "opd_teachers"
     args.frozen_policies += tuple(
@@ -122,8 +120,6 @@ def derive_distillation(args: Namespace) -> None:
 
 def check_distillation(args: Namespace) -> Iterator[str]:
     """Yield one message for each distillation flag that is missing or without effect."""
-    if not args.use_opd:
-        return
     if not args.compute_advantages_and_returns:
         yield "--use-opd changes the advantages, and there are none: drop --disable-compute-advantages-and-returns."
     if args.loss_type == "sft_loss":
@@ -154,7 +150,7 @@ def check_distillation(args: Namespace) -> Iterator[str]:
 
 def advise_distillation(args: Namespace) -> None:
     """Log that student and teacher are compared under different distributions."""
-    is_asked = args.use_opd and args.opd_type == "sglang" and args.custom_rm_path == ASKS_TEACHER
+    is_asked = args.opd_type == "sglang" and args.custom_rm_path == ASKS_TEACHER
     if is_asked and (args.rollout_temperature, args.rollout_top_p) != (1.0, 1.0):
         logger.warning(
             "--opd-type sglang: a server scores tokens at temperature 1 and top-p 1, the student's log-probs are "
@@ -259,6 +255,7 @@ GROUP = FlagGroup(
     once=(derive_distillation,),
     check=(check_distillation,),
     advise=(advise_distillation,),
+    chosen_by="use_opd",
     needs=(
         *((name, "use_opd", "it is about the teacher") for name in _OF_TEACHERS),
         ("opd_teacher_key", "opd_teachers", "it chooses among several"),

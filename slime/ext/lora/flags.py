@@ -127,11 +127,10 @@ def lora_base(args: Namespace) -> str:
 
 def derive_lora(args: Namespace) -> None:
     """Say what is special about the weights of the actor and of the engines."""
-    if args.lora_rank is not None:
-        args.reference_in_actor = True
-        args.push_sends_model = args.lora_push != "adapter"
-        if args.lora_push == "adapter":
-            args.engine_plugins.append(PLUGIN)
+    args.reference_in_actor = True
+    args.push_sends_model = args.lora_push != "adapter"
+    if args.lora_push == "adapter":
+        args.engine_plugins.append(PLUGIN)
 
 
 def complete_lora(args: Namespace) -> None:
@@ -140,17 +139,14 @@ def complete_lora(args: Namespace) -> None:
     Raises:
         SlimeError: as ``check_targets`` and ``engine_settings`` of ``slime.ext.lora.targets`` say.
     """
-    if args.lora_rank is not None:
-        from slime.ext.lora.targets import check_targets, engine_settings
+    from slime.ext.lora.targets import check_targets, engine_settings
 
-        check_targets(args)
-        args.engine_settings |= engine_settings(args)
+    check_targets(args)
+    args.engine_settings |= engine_settings(args)
 
 
 def check_lora(args: Namespace) -> Iterator[str]:
     """Yield one message for each value of an adapter's flag that cannot work, or does not go with the others."""
-    if args.lora_rank is None:
-        return
     if args.lora_push == "adapter":
         yield from _adapter_push_problems(args)
     if ALL_LINEAR in args.lora_target_modules and len(args.lora_target_modules) > 1:
@@ -208,6 +204,7 @@ GROUP = FlagGroup(
     derive=(derive_lora,),
     check=(check_lora,),
     complete=(complete_lora,),
+    chosen_by="lora_rank",
     needs=(
         *((name, "lora_rank", "it is about adapters") for name in (*_OF_ADAPTERS, "lora_push=adapter")),
         ("lora_save", "save_interval", "adapters are written beside each save"),
