@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from slime.backends.sglang_utils.arguments import validate_sglang_arguments
 from slime.flags import (
     algorithm,
     cluster,
@@ -46,7 +45,6 @@ from slime.flags import (
     weight_sync,
 )
 from slime.flags.cluster import RUNTIME_FACTS
-from slime.flags.family_checks import check_engines_of_family
 from slime.flags.files import check_files
 from slime.flags.group import FlagGroup, advise_all, complete_all, declare_all, derive_all, problems_of
 from slime.flags.historical import note_historical, refuse_missing_features
@@ -239,10 +237,16 @@ def slime_validate_args(args: Namespace, parser: Parser | None = None) -> None:
 
 
 def backend_checks(args: Namespace, groups: Sequence[FlagGroup]) -> Iterator[Callable[[Namespace], None]]:
-    """Yield the checks of the backends that a run has; they also fill in what follows from the backends' flags."""
+    """Yield the checks of the backends that a run has; they also fill in what follows from the backends' flags.
+
+    The modules of a backend are imported for a run that has it.
+    """
     if not args.debug_rollout_only:
         yield partial(_check_trainer, groups=groups)
     if not args.debug_train_only:
+        from slime.backends.sglang_utils.arguments import validate_sglang_arguments
+        from slime.flags.family_checks import check_engines_of_family
+
         yield from (validate_sglang_arguments, check_engines_of_family)
 
 

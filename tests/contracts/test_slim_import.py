@@ -95,7 +95,7 @@ def test_imports_alone(package, errors):
 DRIVER = (
     *("train", "train_async", "slime.ray.job", "slime.ray.train_loop", "slime.ext.recovery.job"),
     *("slime.backends.megatron_utils.arguments", "slime.backends.sglang_utils.arguments"),
-    *("slime.ext.record.run_record", "slime.ext.record.alarms"),
+    *("slime.ext.record.run_record", "slime.ext.record.alarms", "slime.ext.record.scraping"),
 )
 """What the driver of a plain run imports, in functions too, that brings further modules with it."""
 WORK_OF_OTHERS = (
@@ -103,6 +103,8 @@ WORK_OF_OTHERS = (
     *("slime.backends.sglang_utils.sglang_engine", "slime.ray.engines.actor", "slime.ray.engines.fleet"),
     *("slime.ray.rollout_work", "slime.rollout.sglang_rollout", "slime.ext.ledger.ledger"),
     *("slime.ext.record.sample_record", "slime.weights.quantize", "slime.weights.push.engine"),
+    *("slime.backends.sglang_utils.server_args", "slime.ext.record.prometheus_page", "slime.utils.http_door"),
+    *("slime.utils.http_utils", "slime.utils.processing_utils", "slime.utils.async_utils"),
 )
 
 
@@ -112,6 +114,12 @@ def test_the_driver_imports_no_work_of_other_processes():
     work = {path_of(module) for module in WORK_OF_OTHERS}
     assert None not in starts and None not in work
     assert not imported & work
+
+
+def test_a_program_imports_only_the_backends_that_its_run_has():
+    for program in ("train", "train_async"):
+        imported = closure(REPO / f"{program}.py", with_lazy=False)
+        assert not [path for path in imported if REPO / "slime/backends" in path.parents]
 
 
 def test_what_families_mend_in_sglang_imports_nothing_of_the_trainer():
