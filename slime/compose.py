@@ -99,6 +99,7 @@ def parts(args: Namespace) -> Parts:
         observers=observers,
         outputs=outputs,
         train_group=_train_group(args),
+        servers=_servers(args),
         transport=_transport(args),
     )
 
@@ -124,6 +125,12 @@ def _train_group(args: Namespace) -> Part | None:
         return Part("slime.ext.fast_push.disk.released_trainer:ReleasedTrainGroup")
     is_copied = vars(args).get("state_copy_interval") is not None
     return Part("slime.ext.recovery.copied_trainer:CopiedTrainGroup") if is_copied else None
+
+
+def _servers(args: Namespace) -> Part | None:
+    """Return what adopts the engines of others; None where the core starts its own, and for tools, which have none."""
+    is_external = vars(args).get("rollout_external")
+    return Part("slime.ext.external_engines.adopt:adopt_external_engines") if is_external else None
 
 
 def _transport(args: Namespace) -> Part | None:

@@ -59,16 +59,6 @@ logger = logging.getLogger(__name__)
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
 
-def _ask_external_engines(args: Namespace) -> None:
-    """Ask external engines what they are; their GPUs are not ours to place anything on."""
-    has_engines = not args.debug_train_only and args.load_debug_rollout_data is None
-    if args.rollout_external_engine_addrs is not None and has_engines:
-        from slime.backends.sglang_utils.external_engines import record_external_engines
-
-        for name, value in record_external_engines(args).items():
-            setattr(args, name, value)
-
-
 GROUPS = tuple(
     module.GROUP
     for module in (
@@ -219,7 +209,6 @@ def slime_validate_args(args: Namespace, parser: Parser | None = None) -> None:
     apply_role_overrides(args, parser)
     note_historical(args)
     refuse_missing_features(args)
-    _ask_external_engines(args)
     derive_all(args, parser.groups)
     args.critic_args = None
     if args.use_critic and not args.debug_rollout_only:

@@ -80,6 +80,8 @@ class Parts:
     """What extensions write and read back, by the flags that name it; see ``slime.ray.save_lock.lock_outputs``."""
     train_group: Part | None = None
     """Makes the ranks of a trainer; None for the plain ``RayTrainGroup``."""
+    servers: Part | None = None
+    """Starts or adopts the models' routers and engines, given args and GPUs; None for those that the core starts."""
     transport: Part | None = None
     """A ``MakeTransport``, of the way of the actor's weights to the engines; None for the plain push."""
 

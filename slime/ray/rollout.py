@@ -49,7 +49,8 @@ class RolloutManager(EngineVerbs):
         telemetry.start(args, "rollout manager", load_all(parts.sinks))
         StallTimeout.seconds = args.loop_stall_timeout_s
         if engines is None:  # they begin to start; wait_ready sees to the end of it
-            engines = EngineFleet(args, () if args.debug_train_only else start_rollout_servers(args, gpus))
+            start = start_rollout_servers if parts.servers is None else parts.servers.load()
+            engines = EngineFleet(args, () if args.debug_train_only else start(args, gpus))
         self.engines = engines
         if not args.debug_train_only:
             init_http_client(args)

@@ -11,7 +11,6 @@ import psutil
 import pytest
 import ray
 
-from slime.backends.sglang_utils.external_engines import record_external_engines
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.ray.engines import actor as engine_actor
 from slime.ray.engines.fleet import EngineFleet
@@ -21,7 +20,6 @@ from slime.ray.waiting import WATCH_GROUP
 from slime.utils.errors import EngineDiedError
 from slime.utils.http_utils import get_rollout_num_engines
 from tests.dist.scripted_server import ScriptedEngineActor
-from tests.scripted_engine.server import ScriptedEngine
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
 
@@ -90,9 +88,9 @@ def start(gpus, monkeypatch):
     )
     fleets: list[EngineFleet] = []
 
-    def begin(**given) -> EngineFleet:
+    def begin(start_servers=start_rollout_servers, **given) -> EngineFleet:
         args = arguments(**given)
-        fleet = EngineFleet(args, start_rollout_servers(args, gpus))
+        fleet = EngineFleet(args, start_servers(args, gpus))
         fleets.append(fleet)
         fleet.wait_ready()
         return fleet
@@ -194,22 +192,6 @@ def test_encoders_start_first_and_the_others_are_told_where_they_listen(start, t
     assert told["overrides"] == {"language_only": True, "encoder_urls": encoders.urls}
     assert set(listed(fleet.servers[0].router)) == set(regular.urls)
     assert len(fleet.weights.updatable().handles) == 1
-
-
-def test_external_engines_are_adopted_behind_a_router_and_left_running(start):
-    with ScriptedEngine() as first, ScriptedEngine() as second:
-        given = {"rollout_external": True, "rollout_external_engine_addrs": [first.url, f"127.0.0.1:{second.port}"]}
-        given |= record_external_engines(Namespace(**given))
-        assert (given["rollout_num_engines"], given["rollout_num_gpus"]) == (2, 2)
-        fleet = start(**given)
-        assert set(listed(fleet.servers[0].router)) == {first.url, second.url}
-        engines = fleet.weights.updatable()
-        assert [(engine.num_gpus, engine.gpu_offset) for engine in engines.engines] == [(1, 1), (1, 2)]
-        assert engines.num_new == 2
-        assert [engine.is_colocated for engine in engines.engines] == [False, False]
-        assert ray.get(engines.handles[0].get_weight_version.remote(), timeout=120) == first.weight_version
-        fleet.stop()
-        assert first.is_up and second.is_up
 
 
 def test_a_router_of_the_user_is_used_and_not_replaced(start):

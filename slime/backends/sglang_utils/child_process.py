@@ -39,9 +39,7 @@ from slime.utils.files import own_folder, user_folder
 logger = logging.getLogger(__name__)
 
 PLUGINS = "SLIME_ENGINE_PLUGINS"
-"""Import paths of functions that an engine's processes call before they import SGLang."""
-HALF_PATIENCE = "SLIME_HALF_PATIENCE_S"
-"""Seconds that a decode engine waits for the prefill half of a request to come: ``--rollout-health-check-timeout``."""
+"""JSON: functions that an engine's processes call before they import SGLang, each an import path and its arguments."""
 REPOSITORY = Path(__file__).parents[3]
 LOG_TAIL_LINES = 60
 LOG_TAIL_BYTES = 2**18

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import os
 import sys
 from typing import Any
@@ -28,8 +29,8 @@ if __name__ in ("__main__", "__mp_main__"):
     # saver to a mode in which CUDA graphs cannot be released; an engine has no use for it.
     sys.modules["megatron"] = None  # type: ignore[assignment]  # makes the import fail as if it were not installed
     sglang_plugin.register()
-    for path in filter(None, (env.get_str(PLUGINS) or "").split(",")):
-        load_function(path)()
+    for path, *arguments in json.loads(env.get_str(PLUGINS, "[]") or "[]"):
+        load_function(path)(*arguments)
     guard_as_parent()
     bind_stores()
 

@@ -6,6 +6,7 @@ object on each; only the first talks to the server, the others just keep their p
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.child_process import HALF_PATIENCE, PLUGINS, ChildProcess, kill_tree
+from slime.backends.sglang_utils.child_process import PLUGINS, ChildProcess, kill_tree
 from slime.backends.sglang_utils.engine_server import EngineServer
 from slime.backends.sglang_utils.router_process import register_worker, unregister_worker
 from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args
@@ -138,7 +139,6 @@ class SGLangEngine(EngineServer):
             name=name,
             secret=self._secret,
             plugins=self.args.engine_plugins,
-            half_patience_s=self.args.rollout_health_check_timeout,
         )
         reads_weights = server_args.get("load_format") != "dummy" and self.args.verify_checkpoint
         self._check = check_in_background(Path(self.model_path)) if reads_weights else None
@@ -227,14 +227,12 @@ def start_server(
     *,
     name: str,
     secret: str | None = None,
-    plugins: Sequence[str] = (),
-    half_patience_s: float = 30.0,
+    plugins: Sequence[Sequence[Any]] = (),
 ) -> ChildProcess:
     """Start an SGLang server with these ServerArgs, guarded by ``secret``; returns at once.
 
     Args:
-        plugins: functions by their import paths, which each of its processes calls first.
-        half_patience_s: for which a decode engine waits for a prefill engine to get its half of a request.
+        plugins: functions which each of its processes calls first, by their import paths, with their arguments.
     """
     return ChildProcess(
         SERVER_MODULE,
@@ -242,8 +240,7 @@ def start_server(
         name=name,
         extra_environment={
             **engine_environment(tp_size=int(server_args.get("tp_size", 1))),
-            PLUGINS: ",".join(plugins),
-            HALF_PATIENCE: str(half_patience_s),
+            PLUGINS: json.dumps(plugins),
         },
         without_variables=EXPANDABLE_SEGMENTS,
     )

@@ -1,20 +1,15 @@
 """Hooks of slime in SGLang's processes, through SGLang's own plugin registry; no file of SGLang is changed.
 
-A request with ``custom_params: {"return_top_p_token_ids": true}`` gets the nuclei that its tokens were drawn from, and
-log-probs renormalised over them.  ``server_main`` registers the hooks in slime's engines; in an engine of somebody
-else SGLang finds them by the entry point of the installed package.
+``server_main`` registers the hooks in slime's engines; in an engine of somebody else SGLang finds them by the entry
+point of the installed package.
 
 Every answer names its engine.
 A pause ends as soon as aborted requests have.
 Scales that no push brings outlast a sleep.
 Decoding with Triton sees a whole window.
-Neither half of a request waits for one that has ended (``request_halves``).
 Ids with images go to an encoder as text does, a flush forgets features of images, and a request that brings some is
 refused.
 What single model families need is in ``family_hooks``.
-
-A token's nucleus goes with SGLang's ``customized_info``: sampler, scheduler, detokenizer and tokenizer manager each
-know a list with one entry per token.
 """
 
 from __future__ import annotations
@@ -28,11 +23,10 @@ from typing import Any
 
 import torch
 
-from slime.backends.sglang_utils import cpu_shim, request_halves
+from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.cpu_shim import delta_nets, native_layers
 from slime.backends.sglang_utils.family_hooks import family_hooks
 from slime.backends.sglang_utils.loader_report import is_own_scale
-from slime.backends.sglang_utils.nuclei import IDS_KEY, Capture, pack_meta
 from slime.backends.sglang_utils.request_check import (
     LOADING,
     UNREADABLE,
@@ -42,20 +36,14 @@ from slime.backends.sglang_utils.request_check import (
     give_own_ids,
 )
 from slime.utils.net import format_host_port
-from slime.utils.sglang_meta import TOP_P_ASK
 
 logger = logging.getLogger(__name__)
 
-_ASKED = "_slime_asks_for_nuclei"
-"""Attribute of a SamplingBatchInfo: for each request of the batch, whether it asked."""
-_CAPTURE = "_slime_capture"
-"""Attribute of a Sampler while it samples."""
 _OWN_SCALES = "slime_own_scales"
 """Key in the state that SGLang keeps of a model that sleeps."""
 PAUSE_LOOK_S = 0.01
 """Between two looks whether aborted requests have ended, for a second; then SGLang's own wait begins."""
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
-_SAMPLER = "sglang.srt.layers.sampler.Sampler"
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _TOKENIZER = "transformers.PreTrainedTokenizerBase"
 _SLEEP = "sglang.srt.managers.scheduler_components.weight_updater"
@@ -71,20 +59,13 @@ def register() -> None:
         import sglang
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     except ImportError:
-        logger.warning("this SGLang has no plugins: it returns no nuclei, and --rollout-top-p must be 1")
+        logger.warning("this SGLang has no plugins: it runs without slime's hooks")
         return
     for target, hook, kind in (
         (f"{_SLEEP}._export_static_state", _keep_own_scales, HookType.AROUND),
         (f"{_SLEEP}._import_static_state", _restore_own_scales, HookType.AROUND),
         (f"{_MEMORY}.pause", _wait_for_kernels, HookType.BEFORE),
-        (f"{_BATCH_INFO}.from_schedule_batch", _mark, HookType.AFTER),
-        (f"{_BATCH_INFO}.filter_batch", _filter, HookType.AFTER),
-        (f"{_BATCH_INFO}.merge_batch", _merge, HookType.AROUND),
-        (f"{_BATCH_INFO}.copy_for_forward", _copy, HookType.AFTER),
         (f"{_BATCH_INFO}.apply_logits_bias", _leave_a_token, HookType.AFTER),
-        (f"{_SAMPLER}.forward", _forward, HookType.AROUND),
-        (f"{_SAMPLER}._sample_from_probs", _sample_from_probs, HookType.AROUND),
-        (f"{_SAMPLER}._attach_logprobs_to_output", _attach_log_probs, HookType.AFTER),
         (f"{_TOKENIZER_MANAGER}.generate_request", _generate, HookType.AROUND),
         (f"{_TOKENIZER_MANAGER}.abort_request", _abort, HookType.AROUND),
         (f"{_TOKENIZER_MANAGER}._create_tokenized_object", _check_sequence, HookType.AFTER),
@@ -96,10 +77,9 @@ def register() -> None:
         ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_images, HookType.AFTER),
     ):
         HookRegistry.register(target, hook, kind)
-    for_this_version = request_halves.HOOKS if sglang.__version__ == cpu_shim.TESTED_SGLANG else ()
-    if for_this_version and not cpu_shim.is_needed():
-        for_this_version = (*for_this_version, (f"{_TRITON_ATTENTION}.__init__", whole_window, "after"))
-    for place, function, when in (*family_hooks(), *for_this_version):
+    if sglang.__version__ == cpu_shim.TESTED_SGLANG and not cpu_shim.is_needed():
+        HookRegistry.register(f"{_TRITON_ATTENTION}.__init__", whole_window, HookType.AFTER)
+    for place, function, when in family_hooks():
         HookRegistry.register(place, function, HookType(when))
     for module in (native_layers, delta_nets) if cpu_shim.is_needed() else ():
         for target, name in module.HOOKED.items():
@@ -141,32 +121,6 @@ def _restore_own_scales(original: Callable[..., None], model: torch.nn.Module, s
             model.get_parameter(name).copy_(scale)
 
 
-def _mark(info: Any, cls: type, batch: Any, *args: Any, **options: Any) -> None:
-    asked = [bool((req.sampling_params.custom_params or {}).get(TOP_P_ASK)) for req in batch.reqs]
-    setattr(info, _ASKED, asked)
-
-
-def _asked(info: Any) -> list[bool]:
-    return getattr(info, _ASKED, None) or [False] * len(info)
-
-
-def _filter(result: None, info: Any, keep_indices: Any, *args: Any, **options: Any) -> None:
-    # A new list: the copy that a forward pass holds must not change.
-    asked = getattr(info, _ASKED, None)
-    if asked is not None:
-        setattr(info, _ASKED, [asked[int(index)] for index in keep_indices])
-
-
-def _merge(original: Callable[..., None], info: Any, other: Any) -> None:
-    asked = _asked(info) + _asked(other)
-    original(info, other)
-    setattr(info, _ASKED, asked)
-
-
-def _copy(copied: Any, info: Any) -> None:
-    setattr(copied, _ASKED, _asked(info))
-
-
 def _leave_a_token(result: None, info: Any, logits: torch.Tensor) -> None:
     """Allow every token where a grammar allows none: there is nothing to draw from, which ends the scheduler.
 
@@ -174,52 +128,6 @@ def _leave_a_token(result: None, info: Any, logits: torch.Tensor) -> None:
     """
     if info.vocab_mask is not None:
         logits.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
-
-
-def _forward(
-    original: Callable[..., Any], sampler: Any, logits_output: Any, info: Any, *args: Any, **options: Any
-) -> Any:
-    asked = _asked(info)
-    if not any(asked) or sampler.use_ascend_backend:
-        return original(sampler, logits_output, info, *args, **options)
-    vocab_size = logits_output.next_token_logits.shape[-1]
-    capture = Capture(asked, is_greedy=info.is_all_greedy)
-    setattr(sampler, _CAPTURE, capture)
-    try:
-        tokens = original(sampler, logits_output, info, *args, **options)
-    finally:
-        setattr(sampler, _CAPTURE, None)
-    known = logits_output.customized_info or {}
-    logits_output.customized_info = known | {IDS_KEY: capture.pack(tokens, vocab_size)}
-    return tokens
-
-
-def _sample_from_probs(
-    original: Callable[..., Any], sampler: Any, probs: Any, info: Any, positions: Any, simple_sampling_case: bool
-) -> Any:
-    capture = getattr(sampler, _CAPTURE, None)
-    if capture is not None and not simple_sampling_case:
-        from sglang.srt.layers import sampler as module
-        from sglang.srt.runtime_context import get_flags
-
-        renorm = {kind: getattr(module, f"{kind}_renorm_prob", None) for kind in ("top_k", "top_p")}
-        capture.see(probs, info, backend=get_flags().sampling_backend, renorm=renorm)
-    return original(sampler, probs, info, positions, simple_sampling_case)
-
-
-def _attach_log_probs(
-    result: None,
-    sampler: Any,
-    logits_output: Any,
-    log_probs: Any,
-    top_logprobs_nums: Any,
-    token_ids_logprobs: Any,
-    info: Any,
-    tokens: Any,
-) -> None:
-    capture = getattr(sampler, _CAPTURE, None)
-    if capture is not None:
-        logits_output.next_token_logprobs = logits_output.next_token_logprobs - capture.correction(log_probs, tokens)
 
 
 async def _generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:
@@ -245,7 +153,6 @@ async def _generate(original: Callable[..., Any], manager: Any, obj: Any, reques
 
 
 def _complete(meta: dict[str, Any], engine: str, end: str) -> None:
-    pack_meta(meta)
     meta["engine"] = engine
     if end:
         meta["id"] = meta["id"].replace(end, "")

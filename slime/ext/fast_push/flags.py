@@ -38,7 +38,7 @@ def derive_fast_push(args: Namespace) -> None:
     """Have engines start with the loaders that a verified push asks."""
     if args.weight_push == "verified":
         args.weight_loaders = [*WEIGHT_LOADERS]
-        args.engine_plugins.append(PLUGIN)
+        args.engine_plugins.append([PLUGIN])
 
 
 GROUP = FlagGroup(

@@ -130,7 +130,7 @@ def derive_lora(args: Namespace) -> None:
     args.reference_in_actor = True
     args.push_sends_model = args.lora_push != "adapter"
     if args.lora_push == "adapter":
-        args.engine_plugins.append(PLUGIN)
+        args.engine_plugins.append([PLUGIN])
 
 
 def complete_lora(args: Namespace) -> None:

@@ -1,7 +1,6 @@
-"""The models of a run, each with its router and its groups of engines: how they start, or are adopted.
+"""The models of a run, each with its router and its groups of engines: how they start.
 
-The layout comes from ``--sglang-config``, ``--prefill-num-servers``, ``--rollout-external-engine-addrs``, or is one
-group of regular engines.
+The layout comes from ``--sglang-config`` or ``--prefill-num-servers``, or is one group of regular engines.
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import ray
-
 from slime.backends.megatron_utils.models import dtype_of_fp32
-from slime.backends.sglang_utils.external_engines import ExternalEngineInfo, check_capabilities
 from slime.backends.sglang_utils.router_process import (
     RouterHandle,
     adopt_router,
@@ -29,7 +25,6 @@ from slime.backends.sglang_utils.router_process import (
 from slime.backends.sglang_utils.server_guard import generation_key
 from slime.backends.sglang_utils.sglang_config import (
     ModelConfig,
-    ServerGroupConfig,
     own_dtype,
     resolve_sglang_config,
     served_dtype,
@@ -37,7 +32,7 @@ from slime.backends.sglang_utils.sglang_config import (
 from slime.flags.cluster import plan_gpus
 from slime.flags.parse import record_runtime
 from slime.flags.security import job_secret
-from slime.ray.engines.actor import PortCursors, start_engine_actor
+from slime.ray.engines.actor import PortCursors
 from slime.ray.engines.deadlines import MAX_START_ATTEMPTS, start_timeout_s
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import LIVE, SERVES, EngineEvent
@@ -46,12 +41,10 @@ from slime.ray.gpus import GpuSlice
 from slime.ray.utils import listen_address
 from slime.ray.waiting import wait_for
 from slime.utils.errors import ConfigError, PortTakenError, ProcessError
-from slime.utils.http_utils import add_job_servers, find_available_port
+from slime.utils.http_utils import find_available_port
 from slime.utils.net import is_port_available
 
 logger = logging.getLogger(__name__)
-
-NO_GPUS = GpuSlice(None, [], [])
 
 
 @dataclass
@@ -162,9 +155,7 @@ class RolloutServer:
 
 
 def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> list[RolloutServer]:
-    """Start routers and engines, or adopt external ones; the caller may do other work until it waits for them."""
-    if args.rollout_external:
-        return _adopt_external_engines(args)
+    """Start routers and engines; the caller may do other work until it waits for them."""
     cursors = PortCursors()
     servers: list[RolloutServer] = []
     gpu_offset = rank_offset = 0
@@ -176,7 +167,7 @@ def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> list[RolloutServer
         # Requests go to the first model: GPUs of others, and those left empty, do not add to what it takes at a time.
         record_runtime(args, rollout_num_engines=layout.models[0].num_engines)
     for index, model in enumerate(layout.models):
-        server = _server_of(args, model, is_first=index == 0)
+        server = server_of(args, model, is_first=index == 0)
         for config in model.server_groups:
             if gpu_offset + config.num_gpus > len(gpus.bundle_indices):
                 raise ConfigError(
@@ -224,45 +215,6 @@ def _start_groups(groups: list[EngineGroup], timeout_s: float) -> None:
             group.start()
 
 
-def _adopt_external_engines(args: Namespace) -> list[RolloutServer]:
-    """Adopt external engines: an actor without a GPU represents each.
-
-    Raises:
-        ConfigError: an engine lacks what this run needs of it.
-    """
-    configs = tuple(
-        ServerGroupConfig(worker_type=info.worker_type, num_gpus=info.num_gpus, num_gpus_per_engine=info.num_gpus)
-        for info in args.rollout_external_engine_infos
-    )
-    model = ModelConfig(name="default", model_path=args.hf_checkpoint, update_weights=True, server_groups=configs)
-    server = _server_of(args, model, is_first=True)
-    gpu_offset = 0
-    for rank, (info, config) in enumerate(zip(args.rollout_external_engine_infos, model.server_groups, strict=True)):
-        check_capabilities(args, info)
-        group = ExternalGroup(
-            args=args,
-            gpus=NO_GPUS,
-            model=model,
-            config=config,
-            gpu_offset=gpu_offset,
-            rank_offset=rank,
-            router=server.router,
-            needs_offload=False,
-            cursors=PortCursors(),
-            restarts=False,
-            dtype=_told_dtype(info, model.model_path),
-            weight_loaders=tuple(info.server_args.get("custom_weight_loader") or ()),
-            worker_key=job_secret(args),
-            nodes_per_engine=1,
-        )
-        group.info = info
-        logger.info("external engine %s: %s, %d GPUs", info.url, info.worker_type, info.num_gpus)
-        server.groups.append(group)
-        group.start()
-        gpu_offset += config.num_gpus
-    return [server]
-
-
 def wait_until_serving(groups: Sequence[EngineGroup], timeout_s: float) -> None:
     """Wait until every engine that is starting serves, and report so to its group.
 
@@ -303,53 +255,6 @@ def _dtype_of(args: Namespace, model_path: str, overrides: Mapping[str, Any]) ->
     return own_dtype(args, args.sglang_dtype) or ""
 
 
-def _told_dtype(info: ExternalEngineInfo, model_path: str) -> str:
-    """Return the dtype that an external engine tells, or that follows from the checkpoint that it was started with."""
-    told = info.server_args
-    folder = told.get("model_path") or model_path
-    return served_dtype(str(told.get("dtype") or "auto"), folder, of_fp32=dtype_of_fp32)
-
-
-class ExternalGroup(EngineGroup):
-    """One external engine: adopted, updated and asked, but never started or ended here.
-
-    One actor represents all of its nodes.
-    """
-
-    info: ExternalEngineInfo
-
-    def name_of(self, index: int) -> str:
-        """Return the engine in words."""
-        return f"the external {super().name_of(index)} at {self.info.url}"
-
-    def _launch(self, indices: Sequence[int], *, register: bool) -> list[ray.ObjectRef]:
-        self.all_engines[0] = start_engine_actor(
-            None,
-            0,
-            self.args,
-            rank=self.rank_offset,
-            node_rank=0,
-            worker_type=self.config.worker_type,
-            num_gpus_per_engine=self.num_gpus_per_engine,
-            model_path=self.model.model_path,
-        )
-        self.urls[0] = self.info.url
-        add_job_servers(self.info.url)
-        self.bootstrap_ports[0] = self.info.disaggregation_bootstrap_port
-        return [
-            self.all_engines[0].connect.remote(
-                self.info.url,
-                tp_size=self.info.sizes.get("tp_size", 1),
-                bootstrap_port=self.info.disaggregation_bootstrap_port,
-                router_ip=self.router.host if self.router else None,
-                router_port=self.router.port if self.router else None,
-            )
-        ]
-
-    def _shut_down(self, index: int) -> None:
-        """Leave the server running: it belongs to the user."""
-
-
 def _start_router_at(args: Namespace, model: ModelConfig, host: str, port: int) -> RouterHandle:
     return start_router(
         args,
@@ -379,7 +284,7 @@ def _start_own_router(start_at: Callable[[str, int], RouterHandle], wanted_port:
             logger.warning("the router is started again at other ports: %s", error)
 
 
-def _server_of(args: Namespace, model: ModelConfig, *, is_first: bool) -> RolloutServer:
+def server_of(args: Namespace, model: ModelConfig, *, is_first: bool) -> RolloutServer:
     """Start or adopt the router of ``model``; the first model's address becomes ``args.sglang_router_ip/port``.
 
     Every model's address is recorded in ``args.sglang_model_routers`` under the model's name.

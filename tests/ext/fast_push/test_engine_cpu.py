@@ -52,7 +52,7 @@ pytestmark = [
 PROMPT = [5, 6, 7, 8, 9]
 RED, GREEN, BLUE = (250, 40, 10), (10, 200, 30), (20, 60, 220)
 ROLLOUT: Any = Namespace(use_rollout_routing_replay=False, sglang_speculative_algorithm=None)
-FLAGS = {"weight_loaders": [*WEIGHT_LOADERS], "engine_plugins": [PLUGIN], "engine_settings": {}}
+FLAGS = {"weight_loaders": [*WEIGHT_LOADERS], "engine_plugins": [[PLUGIN]], "engine_settings": {}}
 """What an engine of a verified push is started with."""
 
 

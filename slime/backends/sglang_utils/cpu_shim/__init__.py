@@ -3,9 +3,8 @@
 SGLang imports ``sgl_kernel`` (CUDA kernels; no CPU wheel exists), ``triton`` and, where it is not installed,
 ``torchvision`` at the top of its modules.  A model on a CPU calls few of their functions: SGLang takes its native
 torch path.  So the shim supplies *names*: each imports, and raises NotImplementedError when something calls it.  More
-than names are Mooncake's transfer engine, which prefill/decode disaggregation does call, ``delta_nets``, and
-``native_layers``, for latent attention and adapters.  No file of SGLang is changed, a package that is installed and
-works is left alone, and nothing happens on a machine with CUDA.
+than names are ``delta_nets``, and ``native_layers``, for latent attention and adapters.  No file of SGLang is changed,
+a package that is installed and works is left alone, and nothing happens on a machine with CUDA.
 
 Three ways in, for three kinds of process:
 
@@ -82,8 +81,6 @@ def install() -> bool:
         tell_transformers()
     if not _is_installed("triton"):
         _install_triton_stub()
-    if not _is_installed("mooncake"):
-        _install_transfer_engine()
     return True
 
 
@@ -166,26 +163,6 @@ def _install_delta_nets() -> None:
     sys.modules["sgl_kernel.mamba"] = module
     for name, operator in delta_nets.OPERATORS.items():
         setattr(torch.ops.sgl_kernel, name, operator)
-
-
-def _install_transfer_engine() -> None:
-    """Let prefill and decode engines of this machine move keys and values; see ``transfer_engine``."""
-
-    def attribute(name: str) -> Any:
-        if name != "TransferEngine":
-            raise AttributeError(name)
-        from slime.backends.sglang_utils.cpu_shim.transfer_engine import TransferEngine
-
-        return TransferEngine
-
-    package = ModuleType("mooncake", "Only the part that SGLang's prefill/decode disaggregation imports.")
-    package.__path__ = []  # a package: any other submodule is not found
-    package.__spec__ = importlib.machinery.ModuleSpec("mooncake", None, is_package=True)
-    engine = ModuleType("mooncake.engine")
-    engine.__spec__ = importlib.machinery.ModuleSpec("mooncake.engine", None)
-    engine.__getattr__ = attribute  # type: ignore[method-assign]
-    package.engine = engine  # type: ignore[attr-defined]
-    sys.modules |= {"mooncake": package, "mooncake.engine": engine}
 
 
 def _install_triton_stub() -> None:

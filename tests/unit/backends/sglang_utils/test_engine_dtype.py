@@ -1,4 +1,4 @@
-"""The dtype in which engines compute: those of this job, those with a group's override, those of somebody else."""
+"""The dtype in which engines compute: those of this job, and those with a group's override."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from slime.backends.megatron_utils.models import dtype_of_fp32
-from slime.backends.sglang_utils.external_engines import describe
 from slime.backends.sglang_utils.sglang_config import own_dtype, served_dtype
 from slime.ray.engines import models
 
@@ -51,11 +50,8 @@ def test_auto_is_what_sglang_makes_of_it(tmp_path: Path, config: dict[str, Any],
     assert served_dtype("auto", str(tmp_path / "nowhere"), of_fp32=dtype_of_fp32) == ""
 
 
-def test_a_groups_override_and_an_external_engines_answer_win(tmp_path: Path) -> None:
+def test_a_groups_override_wins(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
     args, model = Namespace(**PRECISIONS | {"fp32": True}, sglang_dtype="auto"), str(tmp_path)
     for overrides, expected in (({}, "float32"), ({"dtype": "half"}, "half"), ({"dtype": "auto"}, "bfloat16")):
         assert models._dtype_of(args, model, overrides) == expected
-    for answer, expected in (("float32", "float32"), ("auto", "bfloat16")):
-        info = describe("http://engine:1", {"dtype": answer, "model_path": model})
-        assert models._told_dtype(info, "elsewhere") == expected

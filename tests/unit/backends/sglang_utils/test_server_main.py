@@ -14,7 +14,7 @@ try:
 except ImportError:
     print("no megatron")
 from sglang.srt.plugins.hook_registry import HookRegistry
-print("sglang.srt.layers.sampler.Sampler.forward" in HookRegistry._hooks)
+print("sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation" in HookRegistry._hooks)
 
 from fastapi import APIRouter, FastAPI
 from fastapi.testclient import TestClient

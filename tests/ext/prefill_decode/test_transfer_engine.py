@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from slime.backends.sglang_utils.cpu_shim.transfer_engine import FAILED, TransferEngine
+from slime.ext.prefill_decode.transfer_engine import FAILED, TransferEngine
 
 
 @pytest.fixture(scope="module")

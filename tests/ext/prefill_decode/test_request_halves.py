@@ -17,7 +17,7 @@ cpu_shim.install()
 from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402 - after the shim
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVSender  # noqa: E402
 
-from slime.backends.sglang_utils import request_halves as halves  # noqa: E402
+from slime.ext.prefill_decode import request_halves as halves  # noqa: E402
 
 ROOM = 7
 
@@ -114,9 +114,8 @@ def test_a_prefill_half_that_comes_after_the_abort_of_the_other_fails() -> None:
 
 
 def test_a_decode_engine_learns_that_the_prefill_half_never_came(
-    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(halves.HALF_PATIENCE, "30")
     prefill, in_time, late = Prefill(), 8, 9
     queue = SimpleNamespace(kv_manager=prefill)
     prefill.decode_half_comes()
@@ -124,10 +123,10 @@ def test_a_decode_engine_learns_that_the_prefill_half_never_came(
     clock.now_s += 29
     prefill.own_half_comes(in_time)
     prefill.decode_half_comes(late)
-    halves.end_lonely_rooms([], queue)
+    halves.end_lonely_rooms(queue, patience_s=30.0)
     assert not prefill.told
     clock.now_s += 1
-    halves.end_lonely_rooms([], queue)
+    halves.end_lonely_rooms(queue, patience_s=30.0)
     assert prefill.told == [(ROOM, KVPoll.Failed)]
     assert "10.0.0.2:1 waits for room 7" in caplog.text and "port 9000" in caplog.text
     prefill.own_half_comes()
@@ -222,5 +221,6 @@ def test_a_room_that_another_thread_forgets_ends_no_thread() -> None:
 
 
 def test_every_hook_has_a_target_in_the_tested_sglang() -> None:
-    assert all(callable(pkgutil.resolve_name(target)) for target, *_ in halves.HOOKS)
+    targets = [halves.LONELY_ROOMS, *(target for target, *_ in halves.HOOKS)]
+    assert all(callable(pkgutil.resolve_name(target)) for target in targets)
     assert (halves.FAILED, halves.WAITING) == (KVPoll.Failed, KVPoll.WaitingForInput)

@@ -18,9 +18,10 @@ import torch
 
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.child_process import ChildProcess
-from slime.backends.sglang_utils.nuclei import check_returns_nuclei
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_engine import start_server, wait_until_healthy
+from slime.ext.external_engines.discovery import check_returns_nuclei
+from slime.ext.nuclei.flags import PLUGIN
 from slime.train_data.convert import samples_to_train_data
 from slime.utils.net import get_free_port
 from slime.utils.sglang_meta import read_top_p_spans
@@ -30,7 +31,7 @@ from tests.e2e.tiny_qwen3 import save_tiny_model
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path; for a GPU there is tests/gpu/test_nuclei.py"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path; for a GPU there is test_nuclei_gpu.py"),
 ]
 
 BOUND = 1e-5
@@ -57,7 +58,7 @@ class Engine:
             **{"skip_server_warmup": True, "chunked_prefill_size": 16, "stream_interval": 3},
             **more,
         }
-        self.process: ChildProcess = start_server(settings, name="the engine")
+        self.process: ChildProcess = start_server(settings, name="the engine", plugins=[[PLUGIN]])
         self.control = ServerControl(f"http://127.0.0.1:{port}")
 
     def probabilities(self, tokens: list[int], num_prompt: int, temperature: float) -> torch.Tensor:

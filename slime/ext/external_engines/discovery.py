@@ -1,4 +1,4 @@
-"""External engines (``--rollout-external-engine-addrs``): their addresses and properties.
+"""The addresses and properties of external engines (``--rollout-external-engine-addrs``).
 
 Everything is asked of ``/server_info``.  Imports no SGLang, so that the flags can be checked without it.
 """
@@ -12,15 +12,27 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from slime.backends.sglang_utils.nuclei import check_returns_nuclei
-from slime.backends.sglang_utils.server_control import ServerControl
+from slime.backends.sglang_utils.server_control import NoAnswer, ServerControl
 from slime.flags.security import job_secret
-from slime.utils.errors import ConfigError, ProcessError
+from slime.utils import sglang_meta
+from slime.utils.errors import ConfigError, DataError, EngineError, ProcessError
 from slime.utils.net import http_url
 
 logger = logging.getLogger(__name__)
 
 INFO_TIMEOUT_S = 30.0
+PROBE_TIMEOUT_S = 60.0
+PROBE_PAYLOAD = {
+    "input_ids": [1],
+    "sampling_params": {
+        "max_new_tokens": 1,
+        "top_p": 0.5,
+        "ignore_eos": True,
+        "custom_params": {sglang_meta.TOP_P_ASK: True},
+    },
+    "return_logprob": True,
+}
+"""A request for one token and its nucleus."""
 FLAG = "--rollout-external-engine-addrs"
 
 SIZE_NAMES = {
@@ -118,16 +130,6 @@ def describe(url: str, info: Mapping[str, Any]) -> ExternalEngineInfo:
     )
 
 
-def record_external_engines(args: Namespace) -> dict[str, Any]:
-    """Return the attributes of ``args`` that follow from asking the external engines."""
-    infos = discover(args.rollout_external_engine_addrs, job_secret(args))
-    return {
-        "rollout_external_engine_infos": infos,
-        "rollout_num_engines": len(infos),
-        "rollout_num_gpus": sum(info.num_gpus for info in infos),
-    }
-
-
 def check_capabilities(args: Namespace, info: ExternalEngineInfo) -> None:
     """Refuse an engine that cannot do what this run needs; name what is merely different.
 
@@ -159,3 +161,34 @@ def check_capabilities(args: Namespace, info: ExternalEngineInfo) -> None:
             "architecture must be the same",
             info.url, served, args.hf_checkpoint,
         )  # fmt: skip
+
+
+def check_returns_nuclei(server: ServerControl, *, top_p: float) -> None:
+    """Ask for one token and look for its nucleus.  No answer in time is no verdict: the queue may be long.
+
+    Raises:
+        ConfigError: the engine answers without a nucleus, or refuses.
+    """
+    remedy = (
+        f"--rollout-top-p {top_p:g} needs engines that return the nuclei they draw from. Start it in an environment "
+        "in which slime is installed (pip install: SGLang then finds slime's plugin by itself), without speculative "
+        "decoding, pipeline stages or prefill/decode; or set --rollout-top-p 1."
+    )
+    try:
+        answer = server.post("/generate", PROBE_PAYLOAD, timeout_s=PROBE_TIMEOUT_S)
+    except NoAnswer:
+        return
+    except EngineError as error:
+        raise ConfigError(f"the engine {server.name} refused a request for a nucleus: {error}. {remedy}") from error
+    meta = answer.get("meta_info", {}) if isinstance(answer, dict) else {}
+    reason = meta.get("finish_reason")
+    if isinstance(reason, dict) and reason.get("type") == "abort":
+        return  # it was aborted with the others
+    try:
+        spans = sglang_meta.read_top_p_spans(meta, 1)
+    except DataError as error:
+        raise ConfigError(f"the engine {server.name} returned a malformed nucleus: {error} {remedy}") from error
+    if spans is None:
+        raise ConfigError(
+            f"the engine {server.name} answers without meta_info.{sglang_meta.TOP_P_IDS_KEYS[0]}: {remedy}"
+        )

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.backends.sglang_utils.nuclei import PackedNuclei, joint_nuclei
 from slime.backends.sglang_utils.sglang_engine import wait_until_healthy
-from tests.e2e.test_nuclei_cpu import KINDS, Engine, error_of_answers
+from slime.ext.nuclei.nuclei import PackedNuclei, joint_nuclei
+from tests.ext.nuclei.test_nuclei_cpu import KINDS, Engine, error_of_answers
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(900)]
 

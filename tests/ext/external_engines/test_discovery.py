@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 
 import pytest
 
-from slime.backends.sglang_utils import external_engines
-from slime.backends.sglang_utils.external_engines import check_capabilities, describe, discover, normalise
+from slime.backends.sglang_utils.server_control import ServerControl
+from slime.ext.external_engines import discovery
+from slime.ext.external_engines.adopt import _told_dtype
+from slime.ext.external_engines.discovery import check_capabilities, describe, discover, normalise
 from slime.utils.errors import ConfigError
 from slime.utils.net import get_free_port
 from tests.scripted_engine.server import ScriptedEngine
@@ -50,7 +53,7 @@ def test_every_engine_is_asked():
 
 
 def test_an_engine_that_does_not_answer_is_named(monkeypatch):
-    monkeypatch.setattr(external_engines, "INFO_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(discovery, "INFO_TIMEOUT_S", 2.0)
     port = get_free_port(28900)
     with pytest.raises(ConfigError, match=f"127.0.0.1:{port}, which does not tell what it is"):
         discover([f"127.0.0.1:{port}"])
@@ -78,3 +81,15 @@ def test_an_engine_without_what_the_run_needs_is_refused(flag, field):
     with pytest.raises(ConfigError, match=field.replace("_", "-")):
         check_capabilities(flags(**{flag: True}), describe("http://e:1", {}))
     check_capabilities(flags(**{flag: True}), describe("http://e:1", {field: True}))
+
+
+def test_an_engine_without_the_plugin_is_told_what_to_do() -> None:
+    with ScriptedEngine() as engine, pytest.raises(ConfigError, match=r"in which slime is installed"):
+        discovery.check_returns_nuclei(ServerControl(engine.url), top_p=0.9)
+
+
+@pytest.mark.parametrize(("answer", "dtype"), [("float32", "float32"), ("auto", "bfloat16")])
+def test_the_dtype_is_what_it_tells_or_that_of_the_checkpoint_it_was_started_with(answer, dtype, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    info = describe("http://engine:1", {"dtype": answer, "model_path": str(tmp_path)})
+    assert _told_dtype(info, "elsewhere") == dtype

@@ -11,7 +11,8 @@ both knew it.  What it does not tell, an engine waits for until a deadline of 30
 * One half never comes: the connection broke, or the engine refused it.
 
 So a prefill engine remembers the rooms that have ended.  It tells a decode engine that asks for one, at once, and ends
-a half that comes later.  A decode engine that asks for a room of which no half comes is told after ``HALF_PATIENCE``.
+a half that comes later.  A decode engine that asks for a room of which no half comes is told after a while
+(``--rollout-health-check-timeout``).
 
 Its threads share sockets and tables, which are guarded here: two at one ZMQ socket mix and lose messages, and a
 room that another thread forgets in between ends a thread, after which every request waits.  A message to an engine
@@ -29,13 +30,8 @@ from typing import Any
 
 import zmq
 
-from slime.backends.sglang_utils.child_process import HALF_PATIENCE
-from slime.utils import env
-
 logger = logging.getLogger(__name__)
 
-DEFAULT_PATIENCE_S = 30.0
-"""In an engine that somebody else started."""
 SEND_TIMEOUT_MS = 1000
 ENDED_ROOMS = 100_000
 """Rooms that are remembered; the other half of a request comes within seconds."""
@@ -186,9 +182,8 @@ def _tell(manager: Any, room: int) -> list[str]:
     return [f"{info.endpoint}:{info.dst_port}" for info in infos]
 
 
-def end_lonely_rooms(result: Any, queue: Any, *args: Any, **options: Any) -> None:
+def end_lonely_rooms(queue: Any, *, patience_s: float) -> None:
     """End the rooms of which the prefill half has not come in time; called in every round of the scheduler."""
-    patience_s = float(env.get_str(HALF_PATIENCE) or DEFAULT_PATIENCE_S)
     for room, since_s in list(_alone.items()):
         if time.monotonic() - since_s < patience_s:
             break  # the others came later
@@ -236,7 +231,8 @@ HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
     (f"{_COMMON}.CommonKVSender.__init__", begin_sender, "after"),
     (f"{_COMMON}.CommonKVSender.abort", end_sender, "after"),
     (f"{_COMMON}.CommonKVSender.clear", clear_sender, "before"),
-    ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped", end_lonely_rooms, "after"),
     ("sglang.srt.managers.scheduler.Scheduler.abort_request", abort_in_scheduler, "around"),
 )
 """Target, hook and kind, for the one version of SGLang that they were written for."""
+LONELY_ROOMS = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped"
+"""Target of :func:`end_lonely_rooms`, after which that is called."""

@@ -7,14 +7,11 @@ from argparse import Namespace
 import pytest
 import torch
 
-from slime.backends.sglang_utils import nuclei
 from slime.backends.sglang_utils.arguments import nuclei_problems
-from slime.backends.sglang_utils.nuclei import Capture, joint_nuclei, pack_meta, torch_nuclei
-from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, SGLangConfig
-from slime.utils.errors import ConfigError
+from slime.ext.nuclei import nuclei
+from slime.ext.nuclei.nuclei import Capture, joint_nuclei, pack_meta, torch_nuclei
 from slime.utils.sglang_meta import read_top_p_spans
-from tests.scripted_engine.server import ScriptedEngine
 
 ALL = 1 << 30
 
@@ -129,8 +126,3 @@ def test_engines_that_cannot_return_nuclei_are_refused_at_the_start(flags, confi
     found = list(nuclei_problems(Namespace(rollout_top_p=0.9, **(unset | flags)), config))
     assert (says is None and not found) or (len(found) == 1 and says in found[0] and "--rollout-top-p" in found[0])
     assert not list(nuclei_problems(Namespace(rollout_top_p=1.0, **flags), config))
-
-
-def test_an_engine_without_the_plugin_is_told_what_to_do() -> None:
-    with ScriptedEngine() as engine, pytest.raises(ConfigError, match=r"in which slime is installed"):
-        nuclei.check_returns_nuclei(ServerControl(engine.url), top_p=0.9)

@@ -13,9 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime.backends.sglang_utils.server_control import NoAnswer, ServerControl
-from slime.utils import sglang_meta
-from slime.utils.errors import ConfigError, DataError, EngineError
 from slime.utils.sglang_meta import TOP_P_IDS_KEYS, TOP_P_OFFSETS_KEYS
 
 IDS_KEY, OFFSETS_KEY = TOP_P_IDS_KEYS[0], TOP_P_OFFSETS_KEYS[0]
@@ -198,51 +195,3 @@ class Capture:
             self._kept_RV = torch.full(shape, not self._is_greedy, device=token_R.device)
             self._is_whole_R = torch.full(shape[:1], not self._is_greedy, device=token_R.device)
         return self._kept_RV.scatter_(1, token_R.long()[:, None], True), self._is_whole_R
-
-
-# Engines that can return the nuclei they draw from, which ``--rollout-top-p`` below 1 needs
-
-
-PROBE_TIMEOUT_S = 60.0
-PROBE_PAYLOAD = {
-    "input_ids": [1],
-    "sampling_params": {
-        "max_new_tokens": 1,
-        "top_p": 0.5,
-        "ignore_eos": True,
-        "custom_params": {sglang_meta.TOP_P_ASK: True},
-    },
-    "return_logprob": True,
-}
-"""A request for one token and its nucleus."""
-
-
-def check_returns_nuclei(server: ServerControl, *, top_p: float) -> None:
-    """Ask for one token and look for its nucleus.  No answer in time is no verdict: the queue may be long.
-
-    Raises:
-        ConfigError: the engine answers without a nucleus, or refuses.
-    """
-    remedy = (
-        f"--rollout-top-p {top_p:g} needs engines that return the nuclei they draw from. Start it in an environment "
-        "in which slime is installed (pip install: SGLang then finds slime's plugin by itself), without speculative "
-        "decoding, pipeline stages or prefill/decode; or set --rollout-top-p 1."
-    )
-    try:
-        answer = server.post("/generate", PROBE_PAYLOAD, timeout_s=PROBE_TIMEOUT_S)
-    except NoAnswer:
-        return
-    except EngineError as error:
-        raise ConfigError(f"the engine {server.name} refused a request for a nucleus: {error}. {remedy}") from error
-    meta = answer.get("meta_info", {}) if isinstance(answer, dict) else {}
-    reason = meta.get("finish_reason")
-    if isinstance(reason, dict) and reason.get("type") == "abort":
-        return  # it was aborted with the others
-    try:
-        spans = sglang_meta.read_top_p_spans(meta, 1)
-    except DataError as error:
-        raise ConfigError(f"the engine {server.name} returned a malformed nucleus: {error} {remedy}") from error
-    if spans is None:
-        raise ConfigError(
-            f"the engine {server.name} answers without meta_info.{sglang_meta.TOP_P_IDS_KEYS[0]}: {remedy}"
-        )

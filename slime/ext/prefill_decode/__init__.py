@@ -1,0 +1,1 @@
+"""Engines that prefill apart from those that decode: what SGLang needs beside its own code."""
