@@ -64,8 +64,8 @@ class Sink:
         """Return what is to be said about a rollout, all of whose metrics are given."""
         return ()
 
-    def offer(self, ask: Callable[[], Any]) -> None:
-        """Note a function by which the state of the engines can be asked at any time."""
+    def offer(self, ask: Callable[[Callable[..., Any]], Any]) -> None:
+        """Note that ``ask(function)`` returns, at any time, what a function returns of the job's engines."""
 
     def flush(self) -> None:
         """Write what is held, within ``FLUSH_TIMEOUT_S``."""
@@ -205,8 +205,8 @@ def remarks(rollout_id: int, metrics: Mapping[str, Any]) -> list[str]:
     return [text for sink in _Stream.sinks for text in sink.remarks(rollout_id, metrics)]
 
 
-def offer(ask: Callable[[], Any]) -> None:
-    """Let the sinks ask for the state of the job's engines, which ``ask`` returns."""
+def offer(ask: Callable[[Callable[..., Any]], Any]) -> None:
+    """Let the sinks ask about the job's engines: ``ask(function)`` returns what the function returns of them."""
     for sink in _Stream.sinks:
         sink.offer(ask)
 

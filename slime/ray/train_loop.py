@@ -32,7 +32,6 @@ from slime.observability.step_line import StepLine
 from slime.observability.telemetry import Timer, event, span
 from slime.observability.text_log import configure_logger
 from slime.ray.engines.deadlines import ROLLOUT_MARGIN_S, memory_timeout_s
-from slime.ray.engines.verbs import JobState
 from slime.ray.gpus import create_placement_groups
 from slime.ray.parts import Parts, load_all
 from slime.ray.save_lock import lock_outputs
@@ -44,7 +43,7 @@ from slime.utils.misc import Box, should_run_periodic_action
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-JOB_STATE_TIMEOUT_S = 5.0
+ENGINES_ANSWER_S = 5.0
 """For a sink that asks, such as a page of metrics; without an answer it leaves the engines out."""
 
 
@@ -57,13 +56,13 @@ class Generation:
     """Of its train data."""
 
 
-def job_state(manager: Any) -> JobState:
-    """Ask the manager for the state of engines and routers; for the thread of a sink.
+def ask_engines(manager: Any, function: Callable[..., T]) -> T:
+    """Return what a function returns of the engines, in the manager's process; for the thread of a sink.
 
     Not by ``wait_for``: deaths and SIGTERM are the loop's to see.
     """
-    state: JobState = ray.get(manager.get_job_state.remote(), timeout=JOB_STATE_TIMEOUT_S)
-    return state
+    answer: T = ray.get(manager.run.remote(function), timeout=ENGINES_ANSWER_S)
+    return answer
 
 
 def tell_if_finished(args: Namespace) -> None:
@@ -109,7 +108,7 @@ class TrainJob:
         self.manager, self.rollouts_per_epoch = create_rollout_manager(
             args, rollout_gpus, self.actor.begin, self.parts
         )
-        telemetry.offer(lambda: job_state(self.manager))
+        telemetry.offer(lambda function: ask_engines(self.manager, function))
         self._step_line = StepLine(metrics_path(tracking_config(args)), num_rollout=args.num_rollout)
         actor, critic = create_training_models(args, self.gpus, self.manager, self.actor)
         self.trainers = Trainers(actor, critic, num_critic_only_steps=args.num_critic_only_steps)

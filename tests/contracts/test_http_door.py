@@ -17,8 +17,8 @@ import uvicorn
 
 from slime.agent.adapters.openai import OpenAIAdapter
 from slime.backends.sglang_utils.server_guard import ServerGuard
+from slime.ext.record.job_state import JobState
 from slime.ext.record.prometheus_page import LoggedMetrics, MetricsPage
-from slime.ray.engines.verbs import JobState
 from slime.utils import http_door
 from slime.utils.aiohttp_threaded import run_app_in_thread
 from slime.utils.http_door import AsgiDoor, own_names, refusal, with_address

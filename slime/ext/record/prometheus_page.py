@@ -14,18 +14,19 @@ import threading
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
+from slime.ext.record.job_state import Ask, JobState, job_state
 from slime.ext.record.scraping import scraped_families
 from slime.flags.observability import tracking_config
 from slime.flags.security import job_secret
 from slime.observability.metrics_file import NewRecords, metrics_path
 from slime.observability.telemetry import Sink
-from slime.ray.engines.verbs import JobState
 from slime.ray.utils import listen_address
 from slime.utils.errors import ConfigError, DeadlineError
 from slime.utils.http_door import PageHandler, PageServer
@@ -219,8 +220,8 @@ class PrometheusSink(Sink):
             host, secret = listen_address(), job_secret(args)
             self.page = MetricsPage(args.prometheus_port, logged, lambda: self._ask(), host=host, secret=secret)
 
-    def offer(self, ask: Callable[[], JobState]) -> None:
-        self._ask = ask
+    def offer(self, ask: Ask) -> None:
+        self._ask = partial(ask, job_state)
 
     def close(self) -> None:
         if self.page is not None:

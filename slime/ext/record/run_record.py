@@ -21,7 +21,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ import psutil
 import torch
 
 from slime.ext.record.flags import record_config
+from slime.ext.record.job_state import Ask
 from slime.ext.record.use_sampler import UseSampler
 from slime.ext.record.writer import RecordWriter
 from slime.flags.observability import tracking_config
@@ -106,7 +107,7 @@ class RecordSink(Sink):
                 step = compute_rollout_step(self._args, fields["rollout"])
                 telemetry.log({**metrics, "rollout/step": step}, "rollout/step")
 
-    def offer(self, ask: Callable[[], Any]) -> None:
+    def offer(self, ask: Ask) -> None:
         if self._use is not None:
             self._use.offer(ask)
 

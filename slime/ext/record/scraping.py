@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from slime.ray.engines.verbs import PageSource, read_page
+from slime.ext.record.job_state import PageSource, read_page
 
 logger = logging.getLogger(__name__)
 

@@ -14,16 +14,15 @@ import threading
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import fmean
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
+from slime.ext.record.job_state import Ask, JobState, job_state
 from slime.flags.observability import tracking_config
 from slime.flags.security import job_secret
 from slime.utils.errors import ConfigError
 from slime.utils.files import user_folder
-
-if TYPE_CHECKING:
-    from slime.ray.engines.verbs import JobState
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +78,9 @@ class UseSampler:
         self._gpus = gpus
         self._start()
 
-    def offer(self, ask: Callable[[], JobState]) -> None:
-        """Sample the engines too, whose pages ``ask`` names."""
-        self._ask = ask
+    def offer(self, ask: Ask) -> None:
+        """Sample the engines too, which ``ask`` asks for their state."""
+        self._ask = partial(ask, job_state)
         self._start()
 
     def _start(self) -> None:

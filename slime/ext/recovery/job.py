@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
+from slime.ext.recovery.lending import give_back, lend
 from slime.ext.recovery.preemption import Preemption
 from slime.ext.recovery.trainer_gpus import TrainerGpus
 from slime.ext.recovery.trainer_recovery import NOTICE_S, TrainerRecovery
@@ -99,8 +100,8 @@ class RecoveringJob(TrainJob):
             super().serve_new_engines()
 
     def _lend_memory(self, *, is_lent: bool) -> bool:
-        """Take the engines' memory for a trainer that starts, or give it back; return whether they do."""
-        ref: ray.ObjectRef[bool] = self.manager.lend_memory.remote(is_lent)
+        """Take the engines' memory for a trainer that starts, or give it back; return whether they lend it."""
+        ref: ray.ObjectRef[bool] = self.manager.run.remote(lend if is_lent else give_back)
         what = f"the engines' memory ({'offload' if is_lent else 'onload'})"
         return wait_for(ref, what=what, timeout_s=memory_timeout_s(self.args))
 

@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cached_property
@@ -24,7 +23,6 @@ from slime.ray.engines.lifecycle import EngineEvent
 from slime.ray.engines.memory import SharedMemory
 from slime.ray.engines.models import RolloutServer, wait_until_serving
 from slime.ray.engines.monitor import HealthMonitor, StallMonitor
-from slime.ray.engines.verbs import JobState
 from slime.ray.engines.weights import WeightTargets
 from slime.ray.utils import Lock
 from slime.ray.waiting import wait_for
@@ -66,12 +64,6 @@ class EngineFleet:
             else:
                 monitor = StallMonitor(group, **waits, stall_timeout_s=args.rollout_stall_timeout_s)
             self._monitors.append(monitor)
-
-    def job_state(self) -> JobState:
-        """Return what the Prometheus page of the job says of engines and routers, and where theirs are."""
-        pages = [page for server in self.servers for page in server.metrics_pages()]
-        states = Counter(state.value for group in self.groups for state in group.states)
-        return JobState(pages, states, sum(group.num_evictions for group in self.groups))
 
     def wait_ready(self) -> None:
         """Wait until every engine serves; may be called several times, from several threads.
@@ -212,18 +204,6 @@ class EngineFleet:
         """Have the engines on the trainers' GPUs release their memory."""
         self.pause_monitors()
         self.memory.release()
-
-    def offload_idle(self) -> bool:
-        """Have the engines make room for a trainer that died, where the rollout waits for it; return whether they do.
-
-        They are not watched meanwhile: one that starts sizes its memory by what is free, so not beside a trainer.
-        """
-        model = self.weights.model
-        if not self.memory.may_lend(is_stuck=model is not None and not model.answers_requests):
-            return False
-        self.pause_monitors()
-        self.memory.lend()
-        return True
 
     def check_weights(self, action: str) -> list[Any]:
         """Ask every engine's weight checker to snapshot, reset_tensors or compare."""

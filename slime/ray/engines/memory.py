@@ -7,7 +7,7 @@ the GPU once nothing else has memory on it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ray.exceptions import RayError
@@ -34,7 +34,8 @@ class SharedMemory:
 
     def __init__(self, groups: Sequence[EngineGroup], *, restart_s: float, answer_s: float, is_tolerant: bool) -> None:
         self._restart_s, self._answer_s, self._is_tolerant = restart_s, answer_s, is_tolerant
-        self._groups = [group for group in groups if group.needs_offload]
+        self.groups = [group for group in groups if group.needs_offload]
+        """Those that share GPUs with a trainer."""
         self._released: list[Any] = []
         """The engines told to release their memory since the last :meth:`release`, or since all got all of it back."""
 
@@ -47,31 +48,22 @@ class SharedMemory:
         """Have the engines that started after :meth:`release` release their memory too, except for the weights."""
         self._release(EngineState.UPDATING, but=["weights"])
 
-    def may_lend(self, *, is_stuck: bool) -> bool:
-        """Return whether a trainer that died may start on these GPUs during a rollout.
+    def release_others(self, prepare: Callable[[Sequence[Place]], Sequence[Place]]) -> None:
+        """Have the engines release their memory that did not since :meth:`release`.
 
         Args:
-            is_stuck: no request to the trained model is answered before it gets weights, whoever else serves: engines
-                of other models, or those that prefill without one that decodes.
+            prepare: gets them before, and gives those that are still up.
         """
-        states = {state for group in self._groups for state in group.states}
-        return not states - ({*LIVE, EngineState.RETIRED} if is_stuck else {EngineState.UPDATING, EngineState.RETIRED})
-
-    def lend(self) -> None:
-        """Have the engines release their memory during a rollout; those that serve get no request from now on.
-
-        What they are answering comes first, except from the trained model: nothing comes of a request to that.
-        """
-        self._release(*LIVE, withdraws=True)
+        self._release(*LIVE, prepare=prepare)
 
     def take_back(self, tags: Sequence[str] | None) -> None:
         """Have every engine take the memory of ``tags`` (None: all of it) back.
 
-        Those that :meth:`lend` took from their router, and that wait for no weights, get requests again.
+        Those that wait for no weights, and were taken from their router, get requests again.
         """
         if tags is None:
             self._released = []
-        done = self._ask("resume_memory_occupation", self._places(*LIVE), tags=tags)
+        done = self.ask("resume_memory_occupation", self._places(*LIVE), tags=tags)
         if tags is None or "kv_cache" in tags:
             for group, index in done:
                 if not group.takes_updates and group.states[index] is EngineState.UPDATING:
@@ -80,34 +72,28 @@ class SharedMemory:
                     except ProcessError as error:
                         group.report(index, EngineEvent.FAILED, f"its router did not take it in again: {error}")
 
-    def _release(self, *states: EngineState, but: Sequence[str] = (), withdraws: bool = False) -> None:
+    def _release(
+        self,
+        *states: EngineState,
+        but: Sequence[str] = (),
+        prepare: Callable[[Sequence[Place]], Sequence[Place]] = list,
+    ) -> None:
         deadline_s = time.monotonic() + self._restart_s
         while True:
-            for group in self._groups if self._is_tolerant else ():
+            for group in self.groups if self._is_tolerant else ():
                 group.wait_settled(max(deadline_s - time.monotonic(), MIN_WAIT_S))
             fresh = [(group, k) for group, k in self._places(*states) if group.engines[k] not in self._released]
             if not fresh:
                 return
             self._released += [group.engines[index] for group, index in fresh]
-            if withdraws:
-                fresh = self._withdraw(fresh)
-            done = self._ask("release_memory_occupation", fresh)
+            done = self.ask("release_memory_occupation", prepare(fresh))
             if but:
-                self._ask("resume_memory_occupation", done, tags=but)
-
-    def _withdraw(self, places: Sequence[Place]) -> list[Place]:
-        """Let engines get no request; return those of ``places`` that are still up."""
-        serving = [(group, index) for group, index in places if group.states[index] is not EngineState.UPDATING]
-        for group, index in serving:
-            group.report(index, EngineEvent.PUSH_STARTED)
-            group.delist(index)
-        self._ask("abort_all", [(group, index) for group, index in serving if group.takes_updates])
-        return [(group, index) for group, index in places if group.states[index] is EngineState.UPDATING]
+                self.ask("resume_memory_occupation", done, tags=but)
 
     def _places(self, *states: EngineState) -> list[Place]:
-        return [(group, index) for group in self._groups for index in group.indices(*states)]
+        return [(group, index) for group in self.groups for index in group.indices(*states)]
 
-    def _ask(self, method: str, places: Sequence[Place], **keywords: Any) -> list[Place]:
+    def ask(self, method: str, places: Sequence[Place], **keywords: Any) -> list[Place]:
         """Call a method of engines at once, and return those that did it; with fault tolerance report the others."""
         asked = [
             (group, index, getattr(engine, method).remote(**keywords))

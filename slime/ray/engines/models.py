@@ -35,8 +35,7 @@ from slime.flags.security import job_secret
 from slime.ray.engines.actor import PortCursors
 from slime.ray.engines.deadlines import MAX_START_ATTEMPTS, start_timeout_s
 from slime.ray.engines.group import EngineGroup
-from slime.ray.engines.lifecycle import LIVE, SERVES, EngineEvent
-from slime.ray.engines.verbs import PageSource, read_page
+from slime.ray.engines.lifecycle import LIVE, EngineEvent
 from slime.ray.gpus import GpuSlice
 from slime.ray.utils import listen_address
 from slime.ray.waiting import wait_for
@@ -65,12 +64,6 @@ class RolloutServer:
         """True when the server of some engine of the model is up."""
         return any(group.indices(*LIVE) for group in self.groups)
 
-    @property
-    def answers_requests(self) -> bool:
-        """True when a request finds the engines that it takes: one, or one that prefills and one that decodes."""
-        kinds = {group.config.worker_type for group in self.groups if group.indices(*SERVES)}
-        return "regular" in kinds or {"prefill", "decode"} <= kinds
-
     def listens_at(self) -> list[str]:
         """Return the addresses of the model's servers, each with what it is."""
         lines = []
@@ -79,20 +72,6 @@ class RolloutServer:
         for group in self.groups:
             lines += [f"{group.name_of(index)} {url}" for index, url in enumerate(group.urls) if url is not None]
         return lines
-
-    def metrics_pages(self) -> list[PageSource]:
-        """Return the Prometheus pages of the router and of the engines that are up."""
-        pages = []
-        if self.router is not None and self.router.metrics_url is not None:
-            # Its page has no key and is on this host's loopback: it is read here for the driver.
-            page = self.router.metrics_url
-            pages.append(PageSource(page, {"router": self.config.name}, read_page(page) or ""))
-        for group in self.groups:
-            for index in group.indices(*LIVE):
-                labels = {"engine": str(group.rank_offset + index), "worker_type": group.config.worker_type}
-                if (url := group.urls[index]) is not None:
-                    pages.append(PageSource(f"{url}/metrics", {**labels, "slime_model": self.config.name}))
-        return pages
 
     @property
     def has_own_router(self) -> bool:

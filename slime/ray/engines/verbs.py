@@ -5,12 +5,9 @@ The driver reads them to make the manager's handle; what they call is imported i
 
 from __future__ import annotations
 
-import http.client
-import logging
-import urllib.request
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
@@ -23,17 +20,12 @@ if TYPE_CHECKING:
     from slime.ray.engines.ray_engine import RayEngine, UpdatableEngines
     from slime.weights.push.participants import ExcludedEngine
 
-logger = logging.getLogger(__name__)
-
 EngineChoice = Literal["updatable", "without_weights", "evaluation"]
 
 CONTROL_GROUP = "control"
 """Concurrency group of the short calls that must not queue behind a running ``generate``."""
 HANDLES_TIMEOUT_S = 120.0
 """For the description of engines to arrive through the object store."""
-SCRAPE_TIMEOUT_S = 5.0
-"""For one engine's or router's page."""
-LARGEST_PAGE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,45 +54,6 @@ class EngineList:
         return engines
 
 
-@dataclass(frozen=True, slots=True)
-class PageSource:
-    """A page that is put into the job's own."""
-
-    url: str
-    labels: Mapping[str, str]
-    """Of every sample on it; the first two name it."""
-    text: str | None = None
-    """The page, where it has been read already; empty when it did not answer."""
-
-    @property
-    def name(self) -> str:
-        """A description of the server that has the page."""
-        return " ".join(self.labels.values())
-
-
-def read_page(url: str, secret: str | None = None) -> str | None:
-    """Return the text of a Prometheus page; None where it does not answer."""
-    headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
-    try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(urllib.request.Request(url, headers=headers), timeout=SCRAPE_TIMEOUT_S) as answer:
-            return answer.read(LARGEST_PAGE).decode()
-    except (OSError, ValueError, http.client.HTTPException) as error:  # the last one of a page that is cut off
-        logger.debug("%s shows no metrics: %s", url, error)
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class JobState:
-    """The engines and routers of a job at one moment."""
-
-    pages: Sequence[PageSource] = ()
-    engine_states: Mapping[str, int] = field(default_factory=dict)
-    """Engines in each state of their life."""
-    num_evictions: int = 0
-    """Engines that were given up or restarted since the job began."""
-
-
 class EngineVerbs(Watched):
     """Base of the manager; :class:`EngineFleet` says more of each."""
 
@@ -113,9 +66,9 @@ class EngineVerbs(Watched):
         self.engines.wait_ready()
 
     @ray.method(concurrency_group=CONTROL_GROUP)
-    def get_job_state(self) -> JobState:
-        """Return the state of engines and routers, for a page of metrics."""
-        return self.engines.job_state()
+    def run(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
+        """Call ``function(engines, *arguments)``, of an extension that asks or does something else."""
+        return function(self.engines, *arguments)
 
     # Weights
 
@@ -170,15 +123,6 @@ class EngineVerbs(Watched):
     def offload(self) -> None:
         """Have the engines release their memory."""
         self.engines.offload()
-
-    @ray.method(concurrency_group=CONTROL_GROUP)
-    def lend_memory(self, is_lent: bool) -> bool:
-        """Have the engines release their memory, if nothing is answered before they get weights, or take it back."""
-        if is_lent:
-            return self.engines.offload_idle()
-        self.engines.memory.take_back(None)
-        self.engines.resume_monitors()
-        return True
 
     def onload(self, tags: list[str] | None = None) -> None:
         """Have the engines take their memory back."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from slime.ext.record.job_state import JobState, PageSource
 from slime.ext.record.prometheus_page import MetricsPage
 from slime.observability.metrics_file import append_record
-from slime.ray.engines.verbs import JobState, PageSource
 from tests.contracts.source_tree import REPO
 from tests.ext.record.test_prometheus_page import fetch, page_of, samples, serve
 

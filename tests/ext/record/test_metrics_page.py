@@ -12,7 +12,7 @@ from slime.ext.record.prometheus_page import PrometheusSink
 from slime.observability import telemetry
 from slime.observability.metrics_file import append_record
 from slime.ray import train_loop
-from slime.ray.engines.verbs import JobState
+from slime.ray.engines.lifecycle import EngineState
 from slime.ray.train_loop import TrainJob
 from slime.ray.waiting import sigterm
 from slime.utils.net import get_free_port
@@ -25,7 +25,8 @@ class Job(TrainJob):
     def __init__(self, save: Path) -> None:
         names = [Namespace(name="aime")]
         self.args = Namespace(save=str(save), prometheus_port=get_free_port(33000), eval_datasets=names)
-        self.manager = Namespace(get_job_state=Namespace(remote=lambda: JobState((), {"serving": 4}, 1)))
+        fleet = Namespace(servers=[], groups=[Namespace(states=[EngineState.SERVING] * 4, num_evictions=1)])
+        self.manager = Namespace(run=Namespace(remote=lambda function: function(fleet)))
 
 
 def test_the_driver_serves_what_the_run_logs_and_what_the_manager_knows(monkeypatch, tmp_path):
@@ -35,7 +36,7 @@ def test_the_driver_serves_what_the_run_logs_and_what_the_manager_knows(monkeypa
     monkeypatch.setattr(prometheus_page, "listen_address", lambda: "127.0.0.1")
     job = Job(tmp_path)
     telemetry.start(job.args, "driver", (PrometheusSink,), primary=True)
-    telemetry.offer(lambda: train_loop.job_state(job.manager))
+    telemetry.offer(lambda function: train_loop.ask_engines(job.manager, function))
     (*_, sink) = telemetry._Stream.sinks
     assert isinstance(sink, PrometheusSink) and sink.page is not None
     try:

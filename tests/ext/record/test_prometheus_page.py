@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from slime.ext.record.job_state import JobState, PageSource
 from slime.ext.record.prometheus_page import LoggedMetrics, MetricsPage
 from slime.observability.metrics_file import append_record
-from slime.ray.engines.verbs import JobState, PageSource
 from slime.utils.errors import ConfigError
 from slime.utils.net import get_free_port
 

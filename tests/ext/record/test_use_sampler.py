@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.ext.record.job_state import JobState, PageSource
 from slime.ext.record.use_sampler import GIB, UseSampler
 from slime.observability.metrics_file import read_records
-from slime.ray.engines.verbs import JobState, PageSource
 from tests.ext.record import recording
 
 PAGE = '# TYPE sglang:{name} gauge\nsglang:{name}{{tp_rank="0"}} {value}\n'
@@ -51,7 +51,7 @@ def engines() -> JobState:
 
 def test_means_and_maxima_are_of_the_time_since_the_last_call():
     sampler = UseSampler(Namespace(wandb_run_id="r"), Nvml())
-    sampler.offer(engines)
+    sampler.offer(lambda _: engines())
     sampler.sample()
     found = sampler.metrics()
     assert found["perf/gpu_use/mean"] == pytest.approx(0.4) and found["perf/gpu_use/max"] == 0.6
@@ -77,7 +77,7 @@ def test_one_process_of_a_run_on_a_machine_samples_its_gpus():
 def test_the_record_logs_them_at_the_end_of_a_step(tmp_path):
     args = Namespace(save=str(tmp_path / "run"), wandb_run_id="r", lr=1.0)
     sink = recording.start(args, "driver", primary=True)
-    sink.offer(engines)
+    sink.offer(lambda _: engines())
     sink._use.sample()
     recording.span("step", 1.0, 2.0, rollout=3)
     recording.span("step", 2.0, 3.0, rollout=4)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.router_process import RouterHandle
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig
 from slime.ray.engines import group as group_module
 from slime.ray.engines.actor import EngineAddress, PortCursors
@@ -237,27 +235,6 @@ def test_engines_that_evaluate_get_weights_when_asked_for_and_take_no_part_in_pu
     assert fleet.weights.for_evaluation().handles == []
 
 
-@pytest.mark.parametrize("kinds", (("regular",), ("prefill", "decode")))
-def test_engines_make_room_for_a_dead_trainer_once_no_request_is_answered_whoever_else_serves(kinds, monkeypatch):
-    groups = [make_group(2) for _ in kinds]
-    judge = make_group(1, takes_updates=False, name="judge")
-    for group, kind in zip(groups, kinds, strict=True):
-        group.config = replace(group.config, worker_type=kind)
-    for group in (*groups, judge):
-        group.needs_offload = True
-    servers = [RolloutServer(groups[0].model, None, groups), RolloutServer(judge.model, None, [judge])]
-    fleet = EngineFleet(groups[0].args, servers)
-    lent: list[str] = []
-    monkeypatch.setattr(fleet.memory, "lend", lambda: lent.append("lent"))
-    monkeypatch.setattr(fleet, "pause_monitors", lambda: lent.append("unwatched"))
-    groups[-1].states = [STATE.SERVING, STATE.UPDATING]
-    assert not fleet.offload_idle()
-    groups[-1].states = [STATE.RESTARTING, STATE.UPDATING]
-    assert not fleet.offload_idle() and not lent
-    groups[-1].states = [STATE.UPDATING, STATE.UPDATING]
-    assert fleet.offload_idle() and lent == ["unwatched", "lent"]
-
-
 def test_weights_that_no_push_brings_back_are_kept_while_the_memory_is_released(monkeypatch):
     started: list[dict[str, Any]] = []
     engine = Namespace(init=Namespace(remote=lambda **_: "ref"), _actor_id=b"1")
@@ -271,22 +248,6 @@ def test_weights_that_no_push_brings_back_are_kept_while_the_memory_is_released(
         assert EngineGroup._launch(group, [0], register=True) == ["ref"]
     kept = [given["sglang_overrides"].get("enable_weights_cpu_backup") for given in started]
     assert kept == [None, None, True, None]
-
-
-def test_the_metrics_page_learns_of_engines_that_serve_and_of_evictions():
-    fleet, group = make_fleet(3, "refill")
-    group.urls[:] = ["http://a:1", "http://b:1", "http://c:1"]
-    fleet.servers[0].router = RouterHandle("r", 2, None, 9)
-    push(fleet, REFUSAL)
-    group.report(2, EVENT.DIED, "it is gone")
-    group.states[2] = STATE.RESTARTING  # as long as it takes
-    state = fleet.job_state()
-    assert [(page.url, dict(page.labels)) for page in state.pages] == [
-        ("http://127.0.0.1:9/metrics", {"router": "m"}),
-        ("http://a:1/metrics", {"engine": "0", "worker_type": "regular", "slime_model": "m"}),
-        ("http://b:1/metrics", {"engine": "1", "worker_type": "regular", "slime_model": "m"}),
-    ]
-    assert (state.engine_states, state.num_evictions) == ({"serving": 1, "updating": 1, "restarting": 1}, 2)
 
 
 def test_drop_goes_on_without_it_until_none_is_left():

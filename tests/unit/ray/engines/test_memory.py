@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime.ray.engines import memory
-from slime.ray.engines.lifecycle import LIVE, SERVES, EngineEvent, EngineState
+from slime.ray.engines.lifecycle import LIVE, EngineEvent, EngineState
 from slime.ray.engines.memory import SharedMemory
 from slime.utils.errors import DeadlineError, EngineError
 
@@ -117,58 +117,6 @@ def test_the_engine_in_the_place_of_one_that_did_not_release_releases_before_the
     FAILS.add(("a", RELEASE))
     shared(group).release()
     assert calls == [("a", RELEASE), ("b", RELEASE), ("a+", RELEASE)]
-
-
-def test_a_trainer_gets_no_gpu_while_an_engine_on_one_starts_or_serves_requests_that_are_answered(calls):
-    group, judge = Group(calls, "a", "b"), Group(calls, "j", takes_updates=False)
-    lent = shared(group, judge)
-    group.states = [WAITING, EngineState.RETIRED]
-    judge.states = [WAITING]
-    assert lent.may_lend(is_stuck=False)
-    for state in set(EngineState) - {WAITING, EngineState.RETIRED}:
-        for one in (group, judge):
-            before, one.states[0] = one.states[0], state
-            assert not lent.may_lend(is_stuck=False)
-            assert lent.may_lend(is_stuck=True) == (state in SERVES)
-            one.states[0] = before
-
-
-def test_engines_that_all_wait_for_weights_make_room_for_a_trainer_as_often_as_they_got_it_back(calls):
-    group = Group(calls, "a", "b")
-    lent = shared(group)
-    group.replace(0)
-    group.states[1] = EngineState.RETIRED
-    for _ in range(2):
-        lent.lend()
-    lent.take_back(None)
-    lent.lend()
-    assert calls == [("a+", RELEASE), ("a+", RESUME, None), ("a+", RELEASE)]
-
-
-def test_engines_that_serve_are_taken_from_their_router_first_and_another_models_answer_what_they_were_asked(calls):
-    prefill, decode, judge = Group(calls, "p"), Group(calls, "d"), Group(calls, "j", takes_updates=False)
-    decode.replace(0)
-    lent = shared(prefill, decode, judge)
-    lent.lend()
-    assert calls[:3] == [("p", "delist"), ("j", "delist"), ("p", ABORT)]
-    assert calls[3:] == [(name, RELEASE) for name in ("p", "d+", "j")]
-    calls.clear()
-    lent.take_back(["weights"])
-    assert judge.states == [WAITING]
-    lent.take_back(["kv_cache", "cuda_graph"])
-    assert calls[-1] == ("j", EngineEvent.PUSH_DONE)
-    assert (prefill.states, decode.states, judge.states) == ([WAITING], [WAITING], [EngineState.SERVING])
-
-
-def test_one_that_cannot_abort_or_that_its_router_does_not_take_in_again_is_replaced(calls):
-    prefill, judge = Group(calls, "p"), Group(calls, "j", takes_updates=False)
-    FAILS.add(("p", ABORT))
-    REFUSED.add("j")
-    lent = shared(prefill, judge)
-    lent.lend()
-    assert [call for call in calls if call[1] == RELEASE] == [("j", RELEASE), ("p+", RELEASE)]
-    lent.take_back(None)
-    assert judge.states == [EngineState.RESTARTING]
 
 
 def test_without_fault_tolerance_the_first_failure_is_raised(calls):
