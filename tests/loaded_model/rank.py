@@ -221,7 +221,6 @@ def _describe(folder: str | Path, tp_size: int, dtype: str, device: str, *, is_d
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-    from slime.backends.sglang_utils.cpu_shim.weights_checker import ACTIONS
     from slime.ext.fast_push.loaders import WEIGHT_LOADERS
 
     model_type = json.loads((Path(folder) / "config.json").read_text())["model_type"]
@@ -233,7 +232,7 @@ def _describe(folder: str | Path, tp_size: int, dtype: str, device: str, *, is_d
         tp_size=tp_size,
         skip_tokenizer_init=True,
         disable_overlap_schedule=True,
-        custom_weight_loader=[*WEIGHT_LOADERS, *ACTIONS.values()],
+        custom_weight_loader=[*WEIGHT_LOADERS],
     )
     set_global_server_args_for_scheduler(server_args)
     model_config = ModelConfig.from_server_args(server_args, is_draft_model=is_draft)

@@ -97,10 +97,6 @@ def build_server_args(
     loaders = [*(decided.get("custom_weight_loader") or ()), *(overrides.get("custom_weight_loader") or ())]
     decided |= overrides
     loaders += args.weight_loaders
-    if on_cpu:
-        from slime.backends.sglang_utils.cpu_shim.weights_checker import ACTIONS
-
-        loaders += ACTIONS.values()
     decided["custom_weight_loader"] = loaders
     is_open = decided.get("enable_multimodal") is None and not decided.get("skip_tokenizer_init")
     if is_open and lacks_processor(model_path):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from functools import cache
@@ -24,9 +25,8 @@ from typing import Any
 import torch
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.cpu_shim import delta_nets, native_layers
+from slime.backends.sglang_utils.cpu_shim import delta_nets, native_layers, weights_checker
 from slime.backends.sglang_utils.family_hooks import family_hooks
-from slime.backends.sglang_utils.loader_report import is_own_scale
 from slime.backends.sglang_utils.request_check import (
     LOADING,
     UNREADABLE,
@@ -39,6 +39,7 @@ from slime.utils.net import format_host_port
 
 logger = logging.getLogger(__name__)
 
+_OWN_SCALE = re.compile(r"(^|[._])(k_scale|v_scale|input_scale|input_scale_inv)$")
 _OWN_SCALES = "slime_own_scales"
 """Key in the state that SGLang keeps of a model that sleeps."""
 PAUSE_LOOK_S = 0.01
@@ -81,9 +82,17 @@ def register() -> None:
         HookRegistry.register(f"{_TRITON_ATTENTION}.__init__", whole_window, HookType.AFTER)
     for place, function, when in family_hooks():
         HookRegistry.register(place, function, HookType(when))
-    for module in (native_layers, delta_nets) if cpu_shim.is_needed() else ():
+    for module in (native_layers, delta_nets, weights_checker) if cpu_shim.is_needed() else ():
         for target, name in module.HOOKED.items():
             HookRegistry.register(target, getattr(module, name), HookType.AROUND)
+
+
+def is_own_scale(name: str) -> bool:
+    """Return True for a scale, of the KV cache or of activations, that an engine makes for itself.
+
+    No push brings it.
+    """
+    return _OWN_SCALE.search(name) is not None
 
 
 def _keep_own_scales(original: Callable[..., dict[str, Any]], model: torch.nn.Module) -> dict[str, Any]:

@@ -7,15 +7,12 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.cpu_shim.weights_checker import ACTIONS
-from slime.backends.sglang_utils.loader_report import CHECK_REPORT, flatten_reports
 from slime.utils.errors import ConfigError, EngineError, ProcessError, WeightSyncError
-from slime.weights.push.wire import NOTHING
 
 logger = logging.getLogger(__name__)
 
-SHOWN_PROBLEMS = 20
+CHECKS = ("snapshot", "reset_tensors", "compare")
+"""Actions of :meth:`WeightVerbs.check_weights`."""
 
 
 class WeightVerbs:
@@ -131,35 +128,11 @@ class WeightVerbs:
         Raises:
             WeightSyncError: ``compare`` found differences.
         """
-        if action not in ACTIONS:
-            raise ConfigError(f"check_weights got the action {action!r}; it knows {', '.join(ACTIONS)}")
-        if cpu_shim.is_needed():
-            self.check(ACTIONS[action], [NOTHING] * self.tp_size)
-            return
+        if action not in CHECKS:
+            raise ConfigError(f"check_weights got the action {action!r}; it knows {', '.join(CHECKS)}")
         try:
             self.post("/weights_checker", {"action": action})
         except ProcessError as error:
             if action == "compare":
                 raise WeightSyncError(f"engine {self.rank} differs from its snapshot: {error}") from error
             raise
-
-    def check(self, loader: str, payloads: list[str]) -> None:
-        """Let a loader check the weights.
-
-        Raises:
-            WeightSyncError: it found problems; the message has them.
-        """
-        request = {"serialized_named_tensors": payloads, "load_format": loader, "flush_cache": False}
-        self.post("/update_weights_from_tensor", request)
-        asked = {"name": CHECK_REPORT, "truncate_size": 200}
-        problems = flatten_reports(self._request("POST", "/get_weights_by_name", asked))
-        if problems:
-            raise WeightSyncError(
-                f"engine {self.rank}: {loader.rpartition('.')[2]} found {len(problems)} problems:\n  {shown(problems)}"
-            )
-
-
-def shown(problems: Sequence[str]) -> str:
-    """Return the first problems, one a line."""
-    more = [f"and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
-    return "\n  ".join([*problems[:SHOWN_PROBLEMS], *more])

@@ -16,14 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.backends.sglang_utils.loader_report import flatten_reports
-from slime.backends.sglang_utils.weight_verbs import WeightVerbs, shown
+from slime.backends.sglang_utils.weight_verbs import WeightVerbs
+from slime.ext.fast_push.loader_report import CHECK_REPORT, flatten_reports
 from slime.ext.fast_push.loaders import RECEIVER
 from slime.ext.fast_push.messages import PUSH_REPORT, encode
 from slime.utils.errors import EngineError, WeightSyncError
 
 REPORT_FIELDS = ("push_id", "needs_manifest", "buckets", "problems", "is_unpacked", "seconds")
 """Of what the loader answers after each message."""
+SHOWN_PROBLEMS = 20
 
 
 @dataclass
@@ -204,8 +205,24 @@ def leave_weight_group(engine: WeightVerbs, group_name: str) -> None:
 
 
 def run_weight_check(engine: WeightVerbs, loader: str, text: str) -> None:
-    """Let a loader check the weights on every GPU; see ``WeightVerbs.check``."""
-    engine.check(loader, [text] * engine.tp_size)
+    """Let a loader check the weights on every GPU.
+
+    Raises:
+        WeightSyncError: it found problems; the message has them.
+    """
+    request = {"serialized_named_tensors": [text] * engine.tp_size, "load_format": loader, "flush_cache": False}
+    engine.post("/update_weights_from_tensor", request)
+    problems = flatten_reports(engine.post("/get_weights_by_name", {"name": CHECK_REPORT, "truncate_size": 200}))
+    if problems:
+        raise WeightSyncError(
+            f"engine {engine.rank}: {loader.rpartition('.')[2]} found {len(problems)} problems:\n  {shown(problems)}"
+        )
+
+
+def shown(problems: Sequence[str]) -> str:
+    """Return the first problems, one a line."""
+    more = [f"and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
+    return "\n  ".join([*problems[:SHOWN_PROBLEMS], *more])
 
 
 def _receive(engine: WeightVerbs, push_id: str) -> None:

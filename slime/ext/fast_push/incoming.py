@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.sglang_utils.loader_report import rank_in_engine
 from slime.ext.fast_push.channel import WeightChannel
+from slime.ext.fast_push.loader_report import rank_in_engine
 from slime.ext.fast_push.manifest import BucketEntry, Manifest
 from slime.utils.errors import WeightSyncError
 from slime.weights.stored_tensors import STORED_DTYPES, StoredTensor, read_layout

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.loader_report import is_own_scale
+from slime.backends.sglang_utils.sglang_plugin import is_own_scale
 from slime.ext.fast_push.alike_layers import trace_by_layers
 from slime.ext.fast_push.kernels.tables import CopyItem
 from slime.ext.fast_push.load_trace import LoadTrace, Write

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.loader_report import is_own_scale
+from slime.backends.sglang_utils.sglang_plugin import is_own_scale
 from slime.ext.fast_push.weight_check import NAN_BYTE
 from slime.utils.errors import WeightSyncError
 

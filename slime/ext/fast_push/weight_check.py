@@ -24,9 +24,10 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.loader_report import is_own_scale, reporting
+from slime.backends.sglang_utils.sglang_plugin import is_own_scale
 from slime.ext.fast_push.load_plan import is_description, unread_memory
 from slime.ext.fast_push.load_trace import trace_load
+from slime.ext.fast_push.loader_report import reporting
 from slime.ext.fast_push.manifest import Manifest
 from slime.ext.fast_push.messages import decode
 

@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slime.backends.sglang_utils.loader_report import (
+from slime.ext.fast_push.bucket_shares import EngineShares
+from slime.ext.fast_push.incoming import IncomingBytes
+from slime.ext.fast_push.load_plan import LoadPlan
+from slime.ext.fast_push.loader_report import (
     answer_by_name,
     gather_over_ranks,
     position_among_ranks,
     with_ranks,
 )
-from slime.ext.fast_push.bucket_shares import EngineShares
-from slime.ext.fast_push.incoming import IncomingBytes
-from slime.ext.fast_push.load_plan import LoadPlan
 from slime.ext.fast_push.manifest import BucketEntry, Manifest
 from slime.ext.fast_push.messages import PUSH_REPORT, decode
 from slime.ext.fast_push.model_load import ModelLoad

@@ -276,13 +276,23 @@ def test_a_corrupt_bucket_shows_in_its_digest_and_a_missing_one_is_not_committed
 
 def test_a_push_that_forgets_tensors_is_found_out(running: Running) -> None:
     nothing = by_value([])
-    running.engine.check(FILL_WITH_NAN, [nothing])
+    engine_verbs.run_weight_check(running.engine, FILL_WITH_NAN, nothing)
     without_keys = [(name, tensor) for name, tensor in running.named_tensors(0) if "k_proj" not in name]
     running.engine.update_weights_from_tensor([shared_bucket(without_keys)], "flattened_bucket", "1")
     with pytest.raises(WeightSyncError, match=r"qkv_proj.weight: 8192 of 32768 elements were never pushed"):
-        running.engine.check(FIND_NAN, [nothing])
+        engine_verbs.run_weight_check(running.engine, FIND_NAN, nothing)
     running.push(0, "1")
-    running.engine.check(FIND_NAN, [nothing])
+    engine_verbs.run_weight_check(running.engine, FIND_NAN, nothing)
+
+
+def test_an_engine_compares_its_weights_with_a_snapshot(running: Running) -> None:
+    running.engine.check_weights("snapshot")
+    running.engine.check_weights("compare")
+    running.engine.check_weights("reset_tensors")
+    with pytest.raises(WeightSyncError, match="differs from its snapshot"):
+        running.engine.check_weights("compare")
+    running.push(0, "1")
+    running.engine.check_weights("compare")
 
 
 @pytest.mark.parametrize("load_format", ["flattened_bucket"])

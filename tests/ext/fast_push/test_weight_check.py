@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from slime.backends.sglang_utils import loader_report
-from slime.backends.sglang_utils.loader_report import CHECK_REPORT
-from slime.ext.fast_push import weight_check
+from slime.ext.fast_push import loader_report, weight_check
+from slime.ext.fast_push.loader_report import CHECK_REPORT
 from slime.ext.fast_push.manifest import Manifest, TensorEntry
 from slime.ext.fast_push.weight_check import (
     compare_weights,

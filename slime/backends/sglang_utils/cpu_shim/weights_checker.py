@@ -1,45 +1,33 @@
-"""What ``/weights_checker`` does, as weight loaders: SGLang's own wants CUDA."""
+"""SGLang's checks of weights (``/weights_checker``) without CUDA, which they copy to and from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor
 
-from slime.backends.sglang_utils.loader_report import reporting
-
-ACTIONS = {
-    "snapshot": f"{__name__}.snapshot_weights",
-    "reset_tensors": f"{__name__}.reset_weights",
-    "compare": f"{__name__}.compare_with_snapshot",
+CHUNK = 1 << 24
+"""Elements that are compared at a time."""
+HOOKED = {
+    "sglang.srt.utils.weight_checker.WeightChecker._snapshot": "snapshot",
+    "sglang.srt.utils.weight_checker.select_comparable_weight": "compared_by_value",
+    "sglang.srt.utils.weight_checker_comparator.RawComparable.iter_chunks": "chunks",
 }
-"""Action of ``check_weights`` -> loader."""
+"""Function of SGLang -> the one here that is called in its place, with it in front."""
 
 
-def snapshot_weights(model: nn.Module, _: Iterable[Any]) -> None:
-    """Keep a copy of every parameter for :func:`compare_with_snapshot`."""
-    with reporting(model):
-        vars(model)["_slime_snapshot"] = {name: p.data.clone() for name, p in model.named_parameters()}
+def snapshot(original: Callable[..., None], checker: Any) -> None:
+    """Keep copies: of a tensor in the host's memory, ``cpu()`` is the tensor itself."""
+    original(checker)
+    checker._snapshot_tensors = {name: tensor.clone() for name, tensor in checker._snapshot_tensors.items()}
 
 
-def reset_weights(model: nn.Module, _: Iterable[Any]) -> None:
-    """Overwrite every floating-point parameter with NaN."""
-    with reporting(model), torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data.fill_(torch.nan)
+def compared_by_value(original: Callable[..., Any], quant_method: Any) -> None:
+    """Have every weight compared as it is stored; SGLang dequantizes on a GPU."""
 
 
-def compare_with_snapshot(model: nn.Module, _: Iterable[Any]) -> None:
-    """Report the parameters that differ from the snapshot."""
-    with reporting(model) as problems:
-        snapshot = vars(model).get("_slime_snapshot")
-        if snapshot is None:
-            problems.append("there is no snapshot to compare with")
-            return
-        for name, parameter in model.named_parameters():
-            held, kept = (one.contiguous().view(-1).view(torch.uint8) for one in (parameter.data, snapshot[name]))
-            if not torch.equal(held, kept):
-                problems.append(name)
+def chunks(original: Callable[..., Any], weight: Any) -> Iterator[tuple[Tensor, None]]:
+    """Yield the parts of a tensor where it is."""
+    for chunk in weight.tensor.reshape(-1).split(CHUNK):
+        yield chunk, None

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.loader_report import CHECK_REPORT, flatten_reports
+from slime.ext.fast_push.loader_report import CHECK_REPORT, flatten_reports
 from slime.ext.fast_push.load_plan import is_description
 from slime.ext.fast_push.repacked_layers import refusal
 from slime.ext.fast_push.weight_check import compare_weights

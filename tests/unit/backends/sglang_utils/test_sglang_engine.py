@@ -14,11 +14,9 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils import cpu_shim, sglang_engine, sglang_plugin
-from slime.backends.sglang_utils.cpu_shim import weights_checker
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs
-from slime.utils.errors import DataError, DeadlineError, WeightSyncError
-from slime.utils.misc import load_function
+from slime.utils.errors import DataError, DeadlineError
 
 
 class NotingServer:
@@ -86,18 +84,6 @@ def test_an_update_sends_what_was_given_and_nothing_else(engine):
         },
         {"model_path": "/hf2", "weight_version": "6"},
     ]
-
-
-def test_a_comparison_raises_what_the_engine_reports(engine):
-    engine.server.answers["/get_weights_by_name"] = []
-    engine.check("mine.compare_weights", ["s"])
-    engine.server.answers["/get_weights_by_name"] = ["q_proj: 3 elements differ"]
-    with pytest.raises(WeightSyncError, match=r"compare_weights found 1 problems:\n  q_proj: 3 elements differ"):
-        engine.check("mine.compare_weights", ["s"])
-
-
-def test_every_loader_that_a_server_is_told_of_exists():
-    assert all(callable(load_function(path)) for path in weights_checker.ACTIONS.values())
 
 
 def test_an_engine_whose_model_differs_from_its_digests_is_ended(engine, monkeypatch):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +18,6 @@ from torch import nn
 from slime.utils.distributed_utils import gather_objects
 
 logger = logging.getLogger(__name__)
-
-_OWN_SCALE = re.compile(r"(^|[._])(k_scale|v_scale|input_scale|input_scale_inv)$")
 
 CHECK_REPORT = "slime.weight_check"
 """Name that asks for the problems which :func:`reporting` collected since the last time."""
@@ -106,11 +103,3 @@ def flatten_reports(answer: Any) -> list[str]:
 
 _PROBLEMS: list[str] = []
 """Of all models of this process: SGLang checks a draft model too, and asks the target alone for the report."""
-
-
-def is_own_scale(name: str) -> bool:
-    """Return True for a scale, of the KV cache or of activations, that an engine makes for itself.
-
-    No push brings it.
-    """
-    return _OWN_SCALE.search(name) is not None
