@@ -43,8 +43,8 @@ SINKS = {
     "use_tensorboard": "slime.ext.trackers.sinks:TensorboardSink",
     "use_trackio": "slime.ext.trackers.sinks:TrackioSink",
     "use_mlflow": "slime.ext.trackers.sinks:MlflowSink",
-    "use_pytorch_profiler": "slime.observability.profile_utils:TrainProfiler",
-    "record_memory_history": "slime.observability.profile_utils:TrainProfiler",
+    "use_pytorch_profiler": "slime.ext.profiler.sink:TrainProfiler",
+    "record_memory_history": "slime.ext.profiler.sink:TrainProfiler",
 }
 """Flag -> class that a job gets where it is set."""
 OUTPUTS = {"lora_save": str, "update_weight_disk_dir": Path, "update_weight_local_checkpoint_dir": str}

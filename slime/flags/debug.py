@@ -1,4 +1,4 @@
-"""Debugging: one half of the job alone, recorded and replayed data, profiles, checks in CI."""
+"""Debugging: one half of the job alone, recorded and replayed data, checks in CI."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import re
 import string
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from slime.flags.group import FlagGroup, flag_of
-from slime.flags.kinds import file_path, non_negative_float, non_negative_int, positive_fraction, positive_int
+from slime.flags.kinds import file_path, non_negative_float, positive_fraction
 
 _TEMPLATE_FIELDS = {
     "save_debug_rollout_data": {"rollout_id"},
@@ -25,24 +24,9 @@ _TEMPLATE_FIELDS = {
 _WRITTEN_IN_EACH_ROLLOUT = ("save_debug_rollout_data", "save_debug_train_data", "ci_save_grad_norm")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    """Profiles and memory snapshots of the trainer."""
-
-    use_pytorch_profiler: bool
-    profile_target: list[str]
-    profile_step_start: int
-    profile_step_end: int
-    tensorboard_dir: str | None
-    record_memory_history: bool
-    memory_snapshot_dir: str
-    memory_snapshot_num_steps: int | None
-
-
 def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the debug, profile and CI groups to ``parser``."""
+    """Add the debug and CI groups to ``parser``."""
     _add_debug(parser)
-    _add_profile(parser)
     _add_ci(parser)
 
 
@@ -99,37 +83,6 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_profile(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("profile", "Memory snapshots and traces of the trainer.")
-    group.add_argument("--record-memory-history", action="store_true", help="Record the trainer's GPU allocations.")
-    group.add_argument(
-        "--memory-snapshot-dir", default=".", type=file_path, metavar="DIR", help="Folder for memory snapshots."
-    )
-    group.add_argument("--memory-snapshot-num-steps", type=positive_int, help="Steps to record GPU allocations for.")
-    group.add_argument(
-        "--use-pytorch-profiler", action="store_true", help="Profile the trainer's main rank with torch.profiler."
-    )
-    group.add_argument(
-        "--profile-step-start", type=non_negative_int, default=10, help="First rollout to profile, from 0."
-    )
-    group.add_argument(
-        "--profile-step-end", type=non_negative_int, default=12, help="Stop profiling before this rollout."
-    )
-    group.add_argument(
-        "--tensorboard-dir", type=file_path, metavar="DIR", help="Folder for profiles. Default: profile."
-    )
-    group.add_argument(
-        "--memory-recorder", choices=["torch", "memray"], default="torch", help="Recorder of GPU allocations."
-    )
-    group.add_argument(
-        "--profile-target",
-        nargs="+",
-        choices=["train_overall", "train_actor", "train_log_probs"],
-        default=["train_overall"],
-        help="Part of training to profile.",
-    )
-
-
 def _add_ci(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("CI", "Checks that end a run when a number is wrong.")
     group.add_argument("--ci-test", action="store_true", help="Turn on the consistency checks of CI.")
@@ -149,15 +102,10 @@ def _add_ci(parser: argparse.ArgumentParser) -> None:
 
 
 def check_modes(args: Namespace) -> Iterator[str]:
-    """Yield a message for a run of which nothing is left, and for a profile of nothing."""
+    """Yield a message for a run of which nothing is left."""
     if args.debug_rollout_only and args.debug_train_only:
         asked = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
         yield f"--debug-rollout-only and {asked} leave nothing to run; choose one of them."
-    if args.use_pytorch_profiler and args.profile_step_end <= args.profile_step_start:
-        yield (
-            f"--profile-step-end {args.profile_step_end} leaves nothing to profile from --profile-step-start "
-            f"{args.profile_step_start} on; raise it."
-        )
 
 
 def template_problem(flag: str, template: str, fields: set[str]) -> str | None:

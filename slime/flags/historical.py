@@ -149,7 +149,6 @@ def note_historical(args: argparse.Namespace) -> None:
 _NO_ALIGNMENT = "DeepGEMM is not used in the trainer's forward pass yet"
 NOT_YET: dict[str, tuple[Any, str]] = {
     "qwen_gdn_backend": ("fla", "delta nets run by fla or plain torch"),
-    "memory_recorder": ("torch", "memory is recorded by torch only, so far"),
     "megatron_deepgemm_forward_layers": (None, _NO_ALIGNMENT),
     "megatron_deepgemm_forward_modules": (None, _NO_ALIGNMENT),
     "megatron_deepgemm_moe_forward_layers": (None, _NO_ALIGNMENT),

@@ -1,5 +1,5 @@
-"""The old path of ``slime.observability.profile_utils``, kept for code written for it."""
+"""Old path of ``slime.ext.profiler.sink``."""
 
-from slime.observability.profile_utils import TrainProfiler
+from slime.ext.profiler.sink import TrainProfiler
 
 __all__ = ["TrainProfiler"]

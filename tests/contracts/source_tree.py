@@ -28,6 +28,7 @@ FACADES = (
     "slime.observability.logging_utils",
     "slime.observability.wandb_utils",
     "slime.observability.tensorboard_utils",
+    "slime.observability.profile_utils",
     "slime.utils.metric_utils",
     "slime.utils.logging_utils",
     "slime.utils.profile_utils",

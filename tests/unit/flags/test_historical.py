@@ -70,10 +70,3 @@ def test_older_flags_of_expert_parallel_engines_mean_the_whole_engine():
     words = "--rollout-num-gpus-per-engine 64 --sglang-enable-ep-moe --sglang-enable-deepep-moe"
     derived = derived_sglang_arguments(parse_flags(words.split()))
     assert (derived["sglang_ep_size"], derived["sglang_moe_a2a_backend"]) == (64, "deepep")
-
-
-def test_the_profiler_of_megatron_is_turned_on_by_its_flags():
-    words = "--use-pytorch-profiler --profile-step-start 3 --profile-step-end 5 --tensorboard-dir traces"
-    args = parse_flags(words.split())
-    assert (args.use_pytorch_profiler, args.profile_step_start, args.profile_step_end) == (True, 3, 5)
-    assert args.tensorboard_dir == "traces"
