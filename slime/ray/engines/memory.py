@@ -61,8 +61,8 @@ class SharedMemory:
 
         Those that wait for no weights, and were taken from their router, get requests again.
         """
-        if tags is None:
-            self._released = []
+        if tags is None or "kv_cache" in tags:
+            self._released = []  # the KV cache comes last
         done = self.ask("resume_memory_occupation", self._places(*LIVE), tags=tags)
         if tags is None or "kv_cache" in tags:
             for group, index in done:

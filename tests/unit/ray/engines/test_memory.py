@@ -100,6 +100,16 @@ def test_an_engine_that_started_after_the_release_releases_too_but_for_what_a_pu
     assert calls == [("a", RELEASE), ("b", RELEASE), ("b+", RELEASE), ("b+", RESUME, ["weights"])]
 
 
+def test_an_engine_that_has_its_memory_back_lends_it_to_a_trainer_that_starts(calls):
+    lent = shared(Group(calls, "a"))
+    lent.release()
+    lent.take_back(["weights"])
+    lent.release_others(list)
+    lent.take_back(["kv_cache"])
+    lent.release_others(list)
+    assert calls == [("a", RELEASE), ("a", RESUME, ["weights"]), ("a", RESUME, ["kv_cache"]), ("a", RELEASE)]
+
+
 @pytest.mark.parametrize("verb", (RELEASE, RESUME))
 def test_a_new_engine_that_fails_over_its_memory_is_replaced_and_does_not_end_the_run(calls, verb):
     group = Group(calls, "a")
