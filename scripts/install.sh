@@ -27,7 +27,7 @@ find_python() {
     return 1
 }
 
-fingerprint() { cat requirements/*.txt scripts/install.sh | sha256sum | cut -d' ' -f1; }
+fingerprint() { cat requirements/*.txt scripts/install.sh pyproject.toml | sha256sum | cut -d' ' -f1; }
 
 # Bytes that this machine has received over its network interfaces (other programs' traffic counts too).
 received_bytes() { awk -F'[: ]+' '/:/ && $2 != "lo" { sum += $3 } END { printf "%.0f", sum }' <(sed 's/^ */ /' /proc/net/dev); }

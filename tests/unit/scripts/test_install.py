@@ -26,6 +26,7 @@ def checkout(tmp_path: Path) -> Path:
     """A checkout's scripts and pins, with programs in bin/ that only say what was asked of them."""
     for name in ("scripts", "requirements"):
         shutil.copytree(REPO / name, tmp_path / name)
+    shutil.copy(REPO / "pyproject.toml", tmp_path)
     (tmp_path / "bin").mkdir()
     program(tmp_path, "nvidia-smi", NO_GPU)
     program(tmp_path, "df", "printf 'Filesystem\\nx 1 1 90000000 1%% /\\n'")
@@ -81,6 +82,9 @@ def test_a_machine_with_a_gpu_gets_the_environment_of_the_gpu_lock(checkout, var
     assert (checkout / ".venv/.kind").read_text() == "gpu\n"
     again = run(checkout, "scripts/install.sh", **variables)
     assert again.stdout == "install: .venv is up to date\n"
+    with (checkout / "pyproject.toml").open("a") as file:
+        file.write("# an entry point more\n")
+    assert "done in" in run(checkout, "scripts/install.sh", **variables).stdout
 
 
 @pytest.mark.parametrize("made", ["cpu", "gpu", None])
