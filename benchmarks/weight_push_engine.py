@@ -29,6 +29,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ RUN_FLAGS = """
 --sglang-cuda-graph-backend-prefill disabled --no-job-secret
 """.split()
 
+TURN_TIMEOUT = timedelta(minutes=30)
 BETWEEN_S = 0.2
 """Between two pushes, where a job has a rollout: what an engine does behind a push has ended."""
 
@@ -243,11 +245,8 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
     make_transport = transport and transport.load()
     updater = WeightUpdater(args, model, lambda: None, hf_config=hf_config, make_transport=make_transport)
     updater.connect([proxy], num_new_engines=1)
-    if options.turn and rank == 0:
-        print("waits for its turn", flush=True)
-        turn = open(options.turn, "w")  # held until this process ends
-        fcntl.flock(turn, fcntl.LOCK_EX)
-    dist.barrier()
+    if options.turn:
+        wait_for_turn(options.turn, rank)
     reports, seconds = [], []
     rate = copy_rate(next(model[0].parameters()).device)
     for push in range(options.pushes + 1):
@@ -274,6 +273,18 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # threads that hold connections must not delay the end
+
+
+def wait_for_turn(file: str, rank: int) -> None:
+    """Return on all ranks when rank 0 holds the lock of ``file``, until it ends.
+
+    Ranks wait on the host: a barrier of NCCL would spin on the GPUs of the run that has its turn.
+    """
+    on_host = dist.new_group(backend="gloo", timeout=TURN_TIMEOUT)
+    if rank == 0:
+        print("waits for its turn", flush=True)
+        fcntl.flock(os.open(file, os.O_WRONLY | os.O_CREAT), fcntl.LOCK_EX)
+    dist.barrier(group=on_host)
 
 
 def copy_rate(device: torch.device) -> float:

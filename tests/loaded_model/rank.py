@@ -202,7 +202,7 @@ def _leave_out_other_models() -> None:
 
 @contextmanager
 def _config_folder(folder: str | Path, quantization: dict[str, Any] | None) -> Iterator[str]:
-    """A folder with the config.json of ``folder`` as the published ones have it, quantised as told.
+    """A folder with the config.json of ``folder`` as published ones have it, with the quantization asked for.
 
     SGLang looks for the dtype of DeepSeek-V4's experts in the headers of the files beside it.
     """

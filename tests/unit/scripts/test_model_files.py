@@ -114,7 +114,6 @@ BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
         ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob is False"),
         ("deepseek-v4-flash", {"sliding_window": 64}, "--window-size is .127, 0.; .* 63,0"),
         ("deepseek-v4-flash", {"scoring_func": "sigmoid"}, "scoring_func is sigmoid; the layers of a deepseek_v4"),
-        ("deepseek-v4-flash", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is fp8; weights"),
         ("qwen3-30B-A3B", {"num_experts_per_tok": 4}, "--moe-router-topk is 8"),
         ("glm4-9B", {"partial_rotary_factor": 1.0}, "--rotary-percent is 0.5"),
         ("qwen3-next-80B-A3B", {"full_attention_interval": 3}, "--linear-attention-freq is 4"),
