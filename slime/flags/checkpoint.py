@@ -188,6 +188,7 @@ def inspect_checkpoint(
 
     Raises:
         ConfigError: the folder is missing, holds no checkpoint, or the save that is wanted is not whole.
+        DataError: ``folder`` is a save that is not whole.
     """
     path = Path(folder)
     if path.is_file():
@@ -195,6 +196,8 @@ def inspect_checkpoint(
     if not path.is_dir():
         raise ConfigError(f"{flag}: {folder} is not a folder. Give a Megatron or a Hugging Face checkpoint.")
     if is_iteration_folder(folder):
+        if not (path / "metadata.json").is_file():
+            raise DataError(f"{flag}: {folder} is an incomplete checkpoint, without metadata.json. Give another one.")
         return CheckpointFolder("megatron", int(path.name.removeprefix("iter_")), path)
     if path.name == "release" and (path / "metadata.json").is_file():
         return CheckpointFolder("megatron", "release", path)

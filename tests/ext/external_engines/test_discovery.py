@@ -8,9 +8,12 @@ from argparse import Namespace
 import pytest
 
 from slime.backends.sglang_utils.server_control import ServerControl
+from slime.compose import flag_groups
 from slime.ext.external_engines import discovery
 from slime.ext.external_engines.adopt import _told_dtype
 from slime.ext.external_engines.discovery import check_capabilities, describe, discover, normalise
+from slime.ext.external_engines.flags import GROUP
+from slime.flags.parse import build_parser
 from slime.utils.errors import ConfigError
 from slime.utils.net import get_free_port
 from tests.scripted_engine.server import ScriptedEngine
@@ -20,6 +23,14 @@ from tests.scripted_engine.server import ScriptedEngine
 def test_an_address_without_host_or_port_or_with_another_scheme_is_refused(address):
     with pytest.raises(ConfigError, match="host:port"):
         normalise(address)
+
+
+def test_the_flags_of_a_run_ask_its_engines() -> None:
+    args = build_parser(with_engine_flags=False, groups=flag_groups()).parse_args(["--rollout-external-engine-addrs", "10.0.0.1"])
+    args.rollout_external, args.job_secret = True, None
+    (derive,) = next(group for group in flag_groups() if group.derive == GROUP.derive).derive
+    with pytest.raises(ConfigError, match="--rollout-external-engine-addrs.*'10.0.0.1'.*host:port"):
+        derive(args)
 
 
 @pytest.mark.parametrize(

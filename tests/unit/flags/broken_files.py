@@ -109,6 +109,13 @@ CHECKPOINTS = (
         says=("--load", "no checkpoint iter_0000040", "iter_0000020"),
     ),
     Broken(
+        mistake="the folder of a save that is not whole",
+        flags="--load $folder/iter_0000020",
+        files={"iter_0000020/x": ""},
+        says=("--load", "iter_0000020 is an incomplete checkpoint, without metadata.json"),
+        error=DataError,
+    ),
+    Broken(
         mistake="a run that has ended already",
         flags="--load $folder/out",
         files={"out/latest_checkpointed_iteration.txt": "99", "out/iter_0000099/metadata.json": ""},

@@ -89,11 +89,6 @@ GPUS = (
         flags="--sglang-router-ip 10.0.0.1",
         says=("--sglang-router-ip 10.0.0.1 has no effect without --sglang-router-port",),
     ),
-    Broken(
-        mistake="an external engine without a port",
-        flags="--rollout-external-engine-addrs 10.0.0.1",
-        says=("--rollout-external-engine-addrs", "10.0.0.1", "port"),
-    ),
 )
 
 TRAINER = (

@@ -6,6 +6,7 @@ there registers it.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -22,22 +23,36 @@ from slime.weights.family_files import family_files
 if TYPE_CHECKING:
     from slime.weights.quantize.formats import PlainWeights
 
+logger = logging.getLogger(__name__)
+
 IS_PARTIAL = "is_partial"
 """Key of a config of which only a part is known: a key that it lacks says nothing."""
 
 
-@cache
 def all_families() -> Mapping[str, ModelFamily]:
-    """Return every family by model_type of config.json.
+    """Return every family by model_type of config.json, without the files that cannot be imported.
 
     Raises:
         ConfigError: two files declare one model type.
     """
+    return _import_families()[0]
+
+
+@cache
+def _import_families() -> tuple[Mapping[str, ModelFamily], Sequence[str]]:
+    """Return the families by model type, and the files that cannot be imported, with their errors."""
     families: dict[str, ModelFamily] = {}
+    failures: list[str] = []
     for module, path in family_files("*.py", "*/family.py").items():
         if "\nFAMILIES" not in path.read_text():
             continue  # layers, or what families share
-        for family in import_module(module).FAMILIES:
+        try:
+            declared = import_module(module).FAMILIES
+        except Exception as error:  # noqa: BLE001 - a family of somebody else, and this run may need another one
+            failures.append(f"{module} ({type(error).__name__}: {error})")
+            logger.warning("The model family %s cannot be used: %s", module, error)
+            continue
+        for family in declared:
             for model_type in family.model_types:
                 if model_type in families:
                     raise ConfigError(
@@ -45,7 +60,7 @@ def all_families() -> Mapping[str, ModelFamily]:
                         f"{families[model_type].weight_map.family}; leave it in one of them."
                     )
                 families[model_type] = family
-    return families
+    return families, failures
 
 
 def family_of(config: Mapping[str, Any]) -> ModelFamily | None:
@@ -92,6 +107,7 @@ def find_weight_map(model_name: str) -> WeightMap:
     return find_family(model_name).weight_map
 
 
+@cache
 def find_family(model_name: str) -> ModelFamily:
     """Return the family of a model type, architecture or config class, in any spelling: ``qwen3``, ``Qwen3Config``.
 
@@ -105,6 +121,7 @@ def find_family(model_name: str) -> ModelFamily:
         raise ConfigError(
             f"The model type (--model-name, or config.json of --hf-checkpoint) is {model_name!r}; weights can be "
             f"converted for {', '.join(sorted(all_families()))}. docs/new_model.md says how to add a family."
+            + "".join(f" It could not be imported: {failure}." for failure in _import_families()[1])
         )
     return known[key]
 

@@ -54,14 +54,17 @@ def registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[s
         return {"shares": tmp_path / "shares.py", **dict.fromkeys(declared, tmp_path / "declares.py")}
 
     def module(name: str) -> SimpleNamespace:
+        if not declared[name]:
+            raise ImportError("cannot import name 'RULES'")
         family = SimpleNamespace(model_types=declared[name], weight_map=SimpleNamespace(family=f"of {name}"))
         return SimpleNamespace(FAMILIES=(family,))
 
     monkeypatch.setattr(models, "family_files", files)
     monkeypatch.setattr(models, "import_module", module)
-    all_families.cache_clear()
+    models._import_families.cache_clear()
     yield declared
-    all_families.cache_clear()
+    models._import_families.cache_clear()
+    models.find_family.cache_clear()
 
 
 def test_a_file_that_declares_no_family_is_not_imported(registry: dict[str, tuple[str, ...]]) -> None:
@@ -73,6 +76,18 @@ def test_two_files_may_not_declare_one_model_type(registry: dict[str, tuple[str,
     registry.update(one=("acme",), two=("acme",))
     with pytest.raises(ConfigError, match="two declares the model type 'acme', and so does the family of one"):
         all_families()
+
+
+def test_a_file_that_cannot_be_imported_is_named_where_its_type_may_be_wanted(
+    registry: dict[str, tuple[str, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    registry.update(broken=(), one=("acme",))
+    assert set(all_families()) == {"acme"}
+    assert "The model family broken cannot be used: cannot import name 'RULES'" in caplog.text
+    with pytest.raises(
+        ConfigError, match=r"could not be imported: broken \(ImportError: cannot import name 'RULES'\)"
+    ):
+        models.find_family("other")
 
 
 def test_a_folder_imports_its_layers_for_names_of_spec_alone(monkeypatch: pytest.MonkeyPatch) -> None:
