@@ -183,12 +183,16 @@ def read_run(folder: Path, *, with_spans: bool = True) -> Run:
 
 
 def _evaluations_of(run: Run, records: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the evaluations by rollout.  One before the first rollout has its step, and no rollout was logged yet."""
+    """Return the evaluations by rollout.  The first rollout and the evaluation before it are both step 0.
+
+    Any step that was logged shows that the run has begun: with ``--custom-rollout-log-function-path`` the metrics of
+    rollouts may be missing, and those of training are there.
+    """
     first: dict[str, Any] = {}
     others: list[dict[str, Any]] = []
-    has_begun = False
+    begins, has_begun = {"rollout/step", "train/step"}, False
     for record in records:
-        has_begun = START_KEY not in record and (has_begun or "rollout/step" in record)
+        has_begun = START_KEY not in record and (has_begun or not begins.isdisjoint(record))
         if record.get("eval/step") == 0 and not has_begun:
             first.update(record)
         else:

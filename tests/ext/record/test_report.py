@@ -293,13 +293,14 @@ def test_answers_of_evaluations_are_shown_and_change_no_figure_no_difference_and
     ]  # the prompt of an evaluation has a history of its own
 
 
-def test_the_evaluation_before_training_is_where_the_curve_begins(tmp_path):
+@pytest.mark.parametrize("kind", ["rollout", "train"])  # a plug-in may log rollouts elsewhere
+def test_the_evaluation_before_training_is_where_the_curve_begins(tmp_path, kind):
     args = Namespace(save=str(tmp_path), value_origins={})
     recording.start(args, "driver", primary=True)
     recording.stop()
     for value, step in ((0.4, None), (0.5, 0), (0.6, 1)):  # eval/step of the first one is 0 too
         if step is not None:
-            append_record(tmp_path / "metrics.jsonl", {"rollout/raw_reward": 0.1, "rollout/step": step})
+            append_record(tmp_path / "metrics.jsonl", {f"{kind}/loss": 0.1, f"{kind}/step": step})
         append_record(tmp_path / "metrics.jsonl", {"eval/math": value, "eval/step": step or 0})
     run = read_run(tmp_path)
     (plot,) = [one for one in data_in(report.page_of(run))["summary"] if one["title"] == "Evaluation: math"]
