@@ -5,12 +5,13 @@ The rollout manager logs it through ``slime.observability.logging_utils``.
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from statistics import fmean, quantiles, stdev
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -289,18 +290,28 @@ def compute_request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """
     requests = [attrs for _, _, attrs in finished_spans(samples, _STREAMED)]
     for _, _, attrs in finished_spans(samples, REQUEST_SPANS - _STREAMED):
-        is_timed = attrs.get("completion_tokens", 0) >= _MIN_TIMED
+        is_timed = completion_tokens(attrs) >= _MIN_TIMED
         requests.append({fact: value for fact, value in attrs.items() if is_timed or fact != "decode_throughput"})
     values: dict[str, list[float]] = {}
     for attrs in requests:
         for fact, value in attrs.items():
             name = _metric_of(fact)
-            if name is not None and isinstance(value, int | float) and not isinstance(value, bool):
+            if name is not None and _is_number(value):
                 values.setdefault(name, []).append(float(value))
     metrics: dict[str, float] = {}
     for name, numbers in values.items():
         metrics |= dict_add_prefix(compute_statistics(numbers), f"{name}/")
     return metrics
+
+
+def completion_tokens(attrs: Mapping[str, Any]) -> int:
+    """Return the tokens of a request's answer; 0 where its span, which a plug-in may have written, does not say."""
+    value = attrs.get("completion_tokens")
+    return int(value) if _is_number(value) and math.isfinite(value) else 0
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _metric_of(fact: str) -> str | None:

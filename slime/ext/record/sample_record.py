@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from slime.ext.record.flags import RecordConfig
 from slime.ext.record.sample_pictures import SmallCopies
 from slime.ext.record.writer import SAMPLES_FOLDER, RecordWriter
-from slime.observability.rollout_metrics import REQUEST_SPANS
+from slime.observability.rollout_metrics import REQUEST_SPANS, completion_tokens
 from slime.observability.trace_utils import finished_spans
 from slime.utils.errors import DataError
 from slime.utils.files import replace_file
@@ -265,7 +265,7 @@ def _row(
         "loss_mask": sample.loss_mask,
         "engine_log_probs": sample.rollout_log_probs,
         "weight_versions": [str(version) for version in sample.weight_versions],
-        "call_tokens": [int(attrs.get("completion_tokens") or 0) for _, _, attrs in calls],
+        "call_tokens": [completion_tokens(attrs) for _, _, attrs in calls],
         "engines": [str(attrs.get("engine") or "") for _, _, attrs in calls],
         "start": min((start for start, _, _ in calls), default=None),
         "end": max((end for _, end, _ in calls), default=None),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from slime.observability.rollout_metrics import (
+    completion_tokens,
     compute_eval_record,
     compute_rollout_record,
     correct_sample_metrics,
@@ -120,6 +121,15 @@ def test_decoding_counts_where_the_engine_timed_it_from_its_first_tokens() -> No
     record = compute_rollout_record(ARGS, 0, samples, None, rollout_time=4.0)
     assert (record["perf/decode/throughput/min"], record["perf/decode/throughput/max"]) == (10.0, 20.0)
     assert "perf/decode/throughput/max" not in compute_rollout_record(ARGS, 0, [short], None, rollout_time=4.0)
+
+
+@pytest.mark.parametrize("tokens", [None, "2000", True, float("nan"), float("inf"), [2000]])
+def test_a_plug_in_s_span_that_does_not_say_its_tokens_counts_as_untimed(tokens: object) -> None:
+    odd = traced(completion_tokens=tokens, decode_throughput=4e7, e2e_latency=2.0)
+    record = compute_rollout_record(ARGS, 0, [odd], None, rollout_time=4.0)
+    assert record["perf/request/e2e_latency/mean"] == 2.0
+    assert not any(name.startswith("perf/decode/throughput") for name in record)
+    assert completion_tokens({"completion_tokens": tokens}) == 0
 
 
 def test_waits_for_tools_are_taken_off_the_longest_sample() -> None:
