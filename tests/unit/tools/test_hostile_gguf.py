@@ -10,9 +10,10 @@ import pytest
 
 from slime.utils.errors import ConfigError
 from tests.unit.tools.test_convert_gguf import VOCAB, write_gguf
-from tests.unit.utils.test_files import deadline  # noqa: F401  a fixture
 from tools.convert_gguf_to_hf import check_is_supported, convert
 from tools.gguf_header import read_gguf_header
+
+pytestmark = pytest.mark.timeout(30)  # a read that has no end fails
 
 BIG = 1 << 60
 HEADER = 10_000

@@ -6,11 +6,10 @@ import json
 import math
 import os
 import shutil
-import signal
 import socket
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,15 +25,7 @@ from slime.utils.files import parse_object, read_model_type, read_object, read_o
 from slime.weights.file_digests import FolderDigests
 from slime.weights.stored_tensors import read_header, read_layout
 
-
-@pytest.fixture(autouse=True)
-def deadline() -> Iterator[None]:
-    """A read that has no end fails."""
-    before = signal.signal(signal.SIGALRM, lambda *unused: pytest.fail("it hangs"))
-    signal.alarm(30)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+pytestmark = pytest.mark.timeout(30)  # a read that has no end fails
 
 
 def link_outside(path: Path) -> None:

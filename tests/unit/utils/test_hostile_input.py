@@ -19,7 +19,8 @@ from slime.utils.errors import ConfigError, SlimeError
 from slime.utils.sglang_meta import problem_with_answer
 from slime.weights.file_digests import FolderDigests
 from slime.weights.stored_tensors import read_layout
-from tests.unit.utils.test_files import deadline  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.timeout(30)  # a read that has no end fails
 
 DEEP, DIGITS = "[" * 100_000, "9" * 5000
 ODD = {
