@@ -78,14 +78,24 @@ def _table_json(table: Mapping[str, Any]) -> str:
     return f'  {{\n   "title": {title},\n   "columns": {columns},\n   "rows": [\n{rows}\n   ]\n  }}'
 
 
-def record(name: str, markdown: str, folder: Path = FOLDER, *, hardware: str = "", part: str = "") -> None:
+def record(
+    name: str,
+    markdown: str,
+    folder: Path = FOLDER,
+    *,
+    hardware: str = "",
+    part: Mapping[str, str] | None = None,
+    words: int | None = None,
+) -> None:
     """Replace tables and notes of an existing run with those of ``markdown``; the rest describes this machine, now.
 
     Tables whose titles ``markdown`` does not have stay.
 
     Args:
-        part: what alone was measured, names with a comma between.  Then rows of which nothing was measured stay too,
-            and what describes their run; a note for each name says when and where it was measured.
+        part: what alone was measured, each name with what its note says beside when, where and with which versions it
+            was measured.  Then rows of which nothing was measured stay too, and what describes their run.
+        words: leading columns that name what was measured, so that all its rows are replaced; None for as many as tell
+            the rows of a table apart, so that each row is replaced alone.
 
     Raises:
         FileNotFoundError: there is no such run; its title, group and command are written by hand first.
@@ -97,22 +107,25 @@ def record(name: str, markdown: str, folder: Path = FOLDER, *, hardware: str = "
     today, where = datetime.now(UTC).date().isoformat(), hardware or find_hardware()
     if part:
         old = {table["title"]: table for table in run["tables"]}
-        tables = [_with_rows(old[table["title"]], table) if table["title"] in old else table for table in tables]
-        names = part.split(", ")
-        told = [note for note in run["notes"] if not note.startswith(tuple(f"{name}: " for name in names))]
-        notes = told + [f"{name}: measured on {today} on {where}, at {commit()}." for name in names]
+        tables = [
+            _with_rows(old[table["title"]], table, words) if table["title"] in old else table for table in tables
+        ]
+        told = [note for note in run["notes"] if not note.startswith(tuple(f"{name}: " for name in part))]
+        others = [f"{name} {number}" for name, number in versions().items() if run["versions"].get(name) != number]
+        how = f"measured on {today} on {where}, at {commit()}" + (f", with {', '.join(others)}" if others else "")
+        notes = told + [f"{name}: {how}{f'; {more}' if more else ''}." for name, more in part.items()]
     else:
         run |= {"date": today, "hardware": where, "versions": versions(), "commit": commit()}
     save(name, run | {"notes": notes or run["notes"], "tables": [*tables, *kept]}, folder)
 
 
-def _with_rows(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+def _with_rows(old: Mapping[str, Any], new: Mapping[str, Any], words: int | None) -> dict[str, Any]:
     """Return the old table with the new one's rows in place of those that begin with the same words.
 
-    As many words count as tell rows of one table apart.  A row that is there alone keeps its cells of other columns.
+    A row that is there alone keeps its cells of other columns.
     """
     columns = [*old["columns"], *(name for name in new["columns"] if name not in old["columns"])]
-    words = _words_of_key(old, new)
+    words = words or _words_of_key(old, new)
     known = _by_first_words(old, words)
     for key, added in _by_first_words(new, words).items():
         before = known.get(key, [])

@@ -4,7 +4,7 @@
     python -m tests.matrix --family qwen3 --check gradients   # one check of one family, no layouts
     python -m tests.matrix --family glm5 --layout TP2         # one layout, no checks
     python -m tests.matrix --fast                             # what the suite runs
-    python -m tests.matrix --write-docs                       # and record the results; with --family, its rows
+    python -m tests.matrix --write-docs                       # and record the results; of a part, its rows
 
 The exit status is 1 when a cell fails, or when none was run.
 """
@@ -87,9 +87,11 @@ def main(argv: list[str] | None = None) -> int:
     if options.write_docs:
         everything = load_cases()
         flags = {name: (*layout.flags, *layout.loss_flags) for name, layout in LAYOUTS.items()}
-        results = docs.result_tables(known, everything, FULL_FAMILIES, LAYOUTS)
-        part = ", ".join(cases) if options.family else ""
-        docs.record({**results, **docs.reference_tables(everything, flags)}, part)
+        is_part = bool(options.family or options.check or options.layout or options.fast)
+        written = [cell for cell in known if cell.family in cases]
+        results = docs.result_tables(written, everything, FULL_FAMILIES, LAYOUTS)
+        reference = docs.reference_tables(written, everything, flags)
+        docs.record({**results, **reference}, docs.counts(written) if is_part else None)
     return int(not cells or not all(cell.passed for cell in cells))
 
 

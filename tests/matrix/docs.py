@@ -41,18 +41,34 @@ def result_tables(
     return tables
 
 
-def reference_tables(cases: Mapping[str, FamilyCase], flags: Mapping[str, Sequence[object]]) -> dict[str, str]:
-    """What the names stand for: the families' cases, and the flags of the layouts."""
-    families = [[name, f"`{case.config['model_type']}`", case.about] for name, case in cases.items()]
-    layouts = [[name, f"`{' '.join(map(str, words))}`" if words else "none"] for name, words in flags.items()]
-    return {
-        "families": _table(["family", "`model_type`", "what is awkward about its case"], families),
-        "flags of the layouts": _table(["layout", "flags"], layouts),
-    }
+def reference_tables(
+    cells: Sequence[Cell], cases: Mapping[str, FamilyCase], flags: Mapping[str, Sequence[object]]
+) -> dict[str, str]:
+    """What the names of the cells stand for: the families' cases, and the flags of the layouts.
+
+    Readers take both lists for what was measured, so names without a cell are left out.
+    """
+    measured, tried = {cell.family for cell in cells}, {cell.column for cell in cells if cell.kind == "layout"}
+    families = [
+        [name, f"`{case.config['model_type']}`", case.about] for name, case in cases.items() if name in measured
+    ]
+    layouts = [
+        [name, f"`{' '.join(map(str, words))}`" if words else "none"] for name, words in flags.items() if name in tried
+    ]
+    tables = {"families": _table(["family", "`model_type`", "what is awkward about its case"], families)}
+    return tables | ({"flags of the layouts": _table(["layout", "flags"], layouts)} if layouts else {})
 
 
-def record(tables: Mapping[str, str], part: str) -> None:
-    """Replace the tables of benchmarks/results/matrix.json, or the rows of ``part``, names of families."""
+def counts(cells: Sequence[Cell]) -> dict[str, str]:
+    """Return family -> how many of its cells are within their bounds."""
+    passed: dict[str, list[bool]] = {}
+    for cell in cells:
+        passed.setdefault(cell.family, []).append(cell.passed)
+    return {name: f"{sum(values)} of {len(values)} cells" for name, values in passed.items()}
+
+
+def record(tables: Mapping[str, str], part: Mapping[str, str] | None) -> None:
+    """Replace the tables of benchmarks/results/matrix.json, or the rows of ``part``: families, with their notes."""
     results_page.record("matrix", "\n\n".join(f"## {name}\n\n{table}" for name, table in tables.items()), part=part)
 
 

@@ -4,7 +4,7 @@
     python -m tests.push_matrix --full                            # every family that SGLang can build on a CPU
     python -m tests.push_matrix --family qwen3 --layout TP2 --mode mixed
     python -m tests.push_matrix --fast                            # what the suite runs
-    python -m tests.push_matrix --write-docs                      # and record the results; with --family, its rows
+    python -m tests.push_matrix --write-docs                      # and record the results; of a part, its rows
 
 A cell is two pushes from a Megatron trainer on gloo ranks into SGLang's own model classes, one process for each engine
 rank.  It is OK when the engine's parameters, digested under its own names, are those that SGLang's own loader makes of
@@ -35,6 +35,9 @@ from tests.push_matrix.cells import (
     run_cells,
     table,
 )
+
+PARTS = ("family", "mode", "quantization", "layout", "engine_tp")
+"""Options that leave cells out."""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -83,7 +86,11 @@ def main(argv: list[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
     if options.write_docs:
-        part = ", ".join(cases) if options.family else ""
+        passed = {name: [not cell.problem for cell in cells if cell.family == name] for name in cases}
+        counts = {name: f"{sum(values)} of {len(values)} cells" for name, values in passed.items() if values}
+        whole = vars(parse([]))
+        is_part = any(getattr(options, name) != whole[name] for name in (*PARTS, "fast"))
+        part = counts if is_part else None
         results_page.record("push_matrix", f"## pushes\n\n{text}", part=part)
     return int(not cells or bool(failed))
 

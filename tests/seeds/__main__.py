@@ -126,25 +126,33 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def notes(names: Sequence[str], device: str) -> str:
-    """Return what was run, and what this machine leaves out of the recipes."""
+def about(device: str) -> str:
+    """Return what was run."""
     how = "trainers over gloo, SGLang's server, fp32" if device == "cpu" else "bf16"
-    text = (
+    return (
         "Each recipe's script unmodified, with flags behind its own: a random model of its family, checkpoints made "
         f"by the commands of its document, drawn rewards; {how}."
     )
-    lines = [f"{ALL[name].title}: {form.gpu_only}" for name in names if (form := getattr(ALL[name], device)).gpu_only]
-    return "\n\n".join([text, *([f"On GPUs only: {'; '.join(lines)}."] if lines else [])])
 
 
-def write_docs(device: str, text: str, part: str) -> None:
-    """Record the tables of a run; the first one makes the file, and those of single recipes leave the others' rows."""
+def left_out(names: Sequence[str], device: str) -> dict[str, str]:
+    """Return title -> what this machine leaves out of the recipe, or an empty text."""
+    forms = {ALL[name].title: getattr(ALL[name], device) for name in names}
+    return {title: f"on GPUs only: {form.gpu_only}" if form.gpu_only else "" for title, form in forms.items()}
+
+
+def write_docs(device: str, rows: str, names: Sequence[str], folder: Path = results_page.FOLDER) -> None:
+    """Record the table of a run, with a note for each recipe; the first run makes the file.
+
+    Rows of recipes that were not run stay: the file has recipes beyond those that a run without --only has.
+    """
     name, where = f"seeds_{device}", {"cpu": "on a CPU", "gpu": "on GPUs"}[device]
-    if not (results_page.FOLDER / f"{name}.json").exists():
+    if not (folder / f"{name}.json").exists():
         title = f"The recipes of the documents in miniature, {where}"
-        command = f"make seeds DEVICE={device}"
-        results_page.save(name, {"title": title, "group": "Whole jobs", "command": command, "notes": [], "tables": []})
-    results_page.record(name, text, part=part)
+        head = {"title": title, "group": "Whole jobs", "command": f"make seeds DEVICE={device}", "notes": []}
+        results_page.save(name, {**head, "tables": []}, folder)
+        results_page.record(name, f"{about(device)}\n", folder)
+    results_page.record(name, rows, folder, part=left_out(names, device), words=1)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -184,11 +192,10 @@ def main() -> int:
         signal.signal(number, stop)
     with ThreadPoolExecutor(options.parallel) as pool:
         rows = [row for rows in pool.map(lambda name: try_seed(name, options), options.only) for row in rows]
-    text = f"{notes(options.only, options.device)}\n\n{table(rows)}\n"
-    print(f"\n{text}")
+    lines = [f"{title}: {what}." for title, what in left_out(options.only, options.device).items() if what]
+    print("\n" + "\n\n".join([about(options.device), *lines, table(rows)]) + "\n")
     if options.write_docs:
-        part = "" if options.only == list(SEEDS) else ", ".join(ALL[name].title for name in options.only)
-        write_docs(options.device, text, part)
+        write_docs(options.device, table(rows), options.only)
     return int(any(row.problems for row in rows))
 
 

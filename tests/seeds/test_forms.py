@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import results_page
 from slime.compose import flag_groups
 from slime.ext.plan.recipe import read_recipe
 from slime.flags.cluster import plan_gpus
 from slime.flags.parse import build_parser
+from tests.seeds.__main__ import COLUMNS, Row, table, write_docs
 from tests.seeds.others import OTHERS
 from tests.seeds.outcome import Outcome, problems
 from tests.seeds.recipes import ALL, ONE_GPU, SEEDS, Job
@@ -64,3 +66,19 @@ def test_what_a_job_must_show_is_looked_for() -> None:
         "1 pushes of 2 rollouts",
         "the last checkpoint is of rollout 1, not 3",
     ]
+
+
+def test_a_run_of_all_documents_leaves_the_rows_and_notes_of_other_recipes(tmp_path: Path) -> None:
+    name = next(name for name, seed in OTHERS.items() if seed.cpu and seed.cpu.gpu_only)
+    other = OTHERS[name].title
+    write_docs("cpu", table([Row(other, "TP2"), Row(other, "CP2")]), [name], tmp_path)
+    for layout in ("TP2", "CP2"):  # the second run has the jobs in another layout
+        write_docs("cpu", table([Row(seed.title, layout) for seed in SEEDS.values()]), list(SEEDS), tmp_path)
+    run = results_page.load(tmp_path)["seeds_cpu"]
+    (kept,) = run["tables"]
+    assert kept["columns"] == list(COLUMNS)
+    rows = [row[:2] for row in kept["rows"]]
+    assert rows == [[other, "TP2"], [other, "CP2"], *([seed.title, "CP2"] for seed in SEEDS.values())]
+    said = {note.partition(": measured on ")[0]: note for note in run["notes"][1:]}
+    assert list(said) == [other, *(seed.title for seed in SEEDS.values())]
+    assert said[other].endswith("; on GPUs only: int4 engine, DeepEP.")

@@ -42,16 +42,19 @@ def test_a_new_measurement_replaces_its_table_and_keeps_the_others(folder):
     assert run["hardware"] == "another machine" and run["notes"] == ["A note."]
 
 
-def test_a_part_that_is_measured_again_replaces_its_rows_alone(folder):
+def test_a_part_that_is_measured_again_replaces_its_rows_alone(folder, monkeypatch):
     rows = [["x", "TP1", 1], ["y", "TP1", 2], ["z", "TP1", 3], ["z", "TP2", 4]]
     table = {"title": "kept", "columns": ["a", "engine", "b"], "rows": rows}
     results_page.save("run", {**RUN, "tables": [table]}, folder)
     head = "## kept\n\n| a | engine | c |\n|---|---|---|\n"
-    for part, text in (("y", "| y | TP1 | 5 |\n"), ("y, z", "| z | TP2 | 6 |\n| new | TP1 | 7 |\n")):
+    monkeypatch.setattr(results_page, "versions", lambda: {"torch": "3", "numpy": "1"})
+    rows = "| z | TP2 | 6 |\n| new | TP1 | 7 |\n"
+    for part, text in (({"y": ""}, "| y | TP1 | 5 |\n"), ({"y": "", "z, too": "2 of 2 cells"}, rows)):
         results_page.record("run", head + text, folder, hardware="another machine", part=part)
     run = results_page.load(folder)["run"]
     rows = [["x", "TP1", 1, "-"], ["y", "TP1", 2, 5], ["z", "TP1", 3, "-"], ["z", "TP2", 4, 6], ["new", "TP1", "-", 7]]
     assert run["tables"] == [{"title": "kept", "columns": ["a", "engine", "b", "c"], "rows": rows}]
     assert run["hardware"] == "a machine"
-    assert [note.partition(": measured on")[0] for note in run["notes"]] == ["A note.", "y", "z"]
-    assert "another machine" in run["notes"][1]
+    assert [note.partition(": measured on")[0] for note in run["notes"]] == ["A note.", "y", "z, too"]
+    assert "another machine" in run["notes"][1] and run["notes"][1].endswith(", with torch 3.")
+    assert run["notes"][2].endswith(", with torch 3; 2 of 2 cells.")
