@@ -98,7 +98,7 @@ def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:
     """Return the optimizer's kind, its numbers, sharding and offload."""
     values = config_arguments(OptimizerConfig, vars(args))
     values |= {"params_dtype": args.params_dtype, "lr": args.lr, "clip_grad": args.clip_grad}
-    # megatron-core has these only with TransformerEngine's FusedAdam; here a transform acts on them (small_adam).
+    # megatron-core has these only with TransformerEngine's FusedAdam; here a transform of the optimizer acts on them.
     for name in ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"):
         values.pop(name)
     config = _build(OptimizerConfig, values)

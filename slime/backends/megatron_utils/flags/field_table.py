@@ -79,7 +79,7 @@ def reset_what_has_no_effect(args: Namespace) -> dict[str, Any]:
         if name == "use_precision_aware_optimizer" and (
             args.optimizer_cpu_offload or has_narrow_moments(args.exp_avg_dtype, args.exp_avg_sq_dtype)
         ):
-            continue  # has its effect: see optimizer_config_from_args and small_adam
+            continue  # has its effect: see optimizer_config_from_args, and a transform of the optimizer
         attribute = attribute_of(name)
         derived[attribute] = default
         flag = flag_of(f"no_{attribute}" if vars(args)[attribute] is False else attribute)
