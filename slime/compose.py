@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from slime.ray.train_loop import TrainJob
 
 TRANSFORMS_OF_BOTH = {
-    "custom_model_provider_path": "slime.ext.vision.transform:JoinedInputs",
-    "has_own_tower": "slime.ext.vision.transform:VisionTower",  # derived; before those that change the whole model
-    "fp8": "slime.ext.low_precision.fp8_linear:Fp8",
+    "joins_inputs": "slime.ext.vision.transform:JoinedInputs",
+    "has_own_tower": "slime.ext.vision.transform:VisionTower",  # before those that change the whole model
+    "trains_in_fp8": "slime.ext.low_precision.fp8_linear:Fp8",
     "use_stateless_adam": "slime.ext.small_adam.adam:Stateless",
-    "use_precision_aware_optimizer": "slime.ext.small_adam.adam:NarrowMoments",
+    "narrow_moments": "slime.ext.small_adam.adam:NarrowMoments",
 }
 TRANSFORMS = {
     **TRANSFORMS_OF_BOTH,
@@ -46,7 +46,7 @@ SINKS = {
     "use_pytorch_profiler": "slime.ext.profiler.sink:TrainProfiler",
     "record_memory_history": "slime.ext.profiler.sink:TrainProfiler",
 }
-"""Flag -> class that a job gets where it is set."""
+"""Flag -> class that a job gets where it is set; the extension declares the flag, or derives it from another one."""
 OUTPUTS = {"lora_save": str, "update_weight_disk_dir": Path, "update_weight_local_checkpoint_dir": str}
 """Flag -> type of what it names; see ``slime.ray.save_lock.lock_outputs``."""
 

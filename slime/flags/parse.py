@@ -240,13 +240,15 @@ def backend_checks(args: Namespace, groups: Sequence[FlagGroup]) -> Iterator[Cal
 
 
 def _check_trainer(args: Namespace, groups: Sequence[FlagGroup]) -> None:
-    from slime.backends.megatron_utils.arguments import validate_megatron_arguments
+    from slime.backends.megatron_utils.arguments import check_taken_up, validate_megatron_arguments
 
     validate_megatron_arguments(args)
     complete_all(args, groups)
+    check_taken_up(args)
     if args.critic_args is not None:
         validate_megatron_arguments(args.critic_args)
         complete_all(args.critic_args, groups)
+        check_taken_up(args.critic_args)
         critic.set_always(args.critic_args, critic.ALWAYS_OF_ITS_MODEL)
         critic.check_critic_layout(args)
 
@@ -288,7 +290,7 @@ def args_to_resume(
         resumed.load = args.save
         resumed.ckpt_step = checkpoint
         resumed.finetune = False
-        resumed.no_load_optim = args.no_save_optim and not args.use_stateless_adam
+        resumed.no_load_optim = args.no_save_optim and train.keeps_moments(args)
         resumed.no_load_rng = False
         resumed.start_rollout_id = None
     return resumed

@@ -60,9 +60,6 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
         help="Zero the optimizer's moments before the steps of each rollout.",
     )
     group.add_argument(
-        "--use-stateless-adam", action="store_true", help="Adam without stored moments, which saves their memory."
-    )
-    group.add_argument(
         "--qwen-gdn-backend",
         choices=["fla", "flashqla"],
         default="fla",
@@ -178,15 +175,18 @@ def _add_alignment(parser: argparse.ArgumentParser) -> None:
 
 
 def check_training(args: Namespace) -> Iterator[str]:
-    """Yield one message for each list of parameter names, or setting of the optimizer, that cannot work."""
+    """Yield one message for each list of parameter names that cannot work."""
     for flag in ("only_train_params_name_list", "freeze_params_name_list"):
         for pattern in getattr(args, flag) or []:
             try:
                 re.compile(pattern)
             except re.error as error:
                 yield f"{flag_of(flag)}: {pattern!r} is no regular expression: {error}."
-    if args.use_stateless_adam and args.save is not None and not args.no_save_optim:
-        yield "--use-stateless-adam keeps nothing that a checkpoint could hold; add --no-save-optim."
+
+
+def keeps_moments(args: Namespace) -> bool:
+    """Return whether Adam keeps anything from step to step; an extension has a form that does not."""
+    return not vars(args).get("use_stateless_adam")
 
 
 def derive_precision(args: Namespace) -> None:
@@ -209,9 +209,6 @@ GROUP = FlagGroup(
         ("no_save_optim", "save use_stateless_adam", "no optimizer state would be saved"),
         ("save_hf", "save_interval", "it writes beside each save"),
     ),
-    excludes=(
-        ("only_train_params_name_list", "freeze_params_name_list", "each says what the other leaves"),
-        ("reset_optimizer_states", "use_stateless_adam", "the first is about moments, and the second has none"),
-    ),
+    excludes=(("only_train_params_name_list", "freeze_params_name_list", "each says what the other leaves"),),
     once=(derive_starting_point,),
 )

@@ -35,12 +35,15 @@ PROGRAM = """
 import os, sys
 from examples import one_step
 from slime.flags.parse import build_parser
-from slime.compose import flag_groups
+from slime import compose
 
-parser = build_parser(with_engine_flags=True, groups=flag_groups())
+parser = build_parser(with_engine_flags=True, groups=compose.flag_groups())
 assert parser.format_help()
 still_known = set(os.environ["FLAGS_OF_EXTENSIONS"].split()) & parser._option_string_actions.keys()
 assert not still_known, still_known
+switches = {**compose.TRANSFORMS, **compose.GUIDES, **compose.SINKS, **compose.OUTPUTS}
+still_chosen = {action.dest for action in parser._actions} & switches.keys()
+assert not still_chosen, f"a flag that still parses asks for a missing extension: {still_chosen}"
 one_step.main(sys.argv[1:])
 assert not [name for name in sys.modules if name.startswith(("slime.ext.", "slime.agent"))]
 """

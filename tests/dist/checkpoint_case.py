@@ -26,13 +26,17 @@ FLAGS = (
 def parse(*flags: str, folder: str) -> Namespace:
     """Complete flags, saving to and loading from ``folder``."""
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
+    from slime.compose import flag_groups
     from slime.flags.cluster import derive_for_extensions
+    from slime.flags.group import complete_all
     from slime.flags.parse import build_parser
 
-    args = build_parser(with_engine_flags=False).parse_args([*FLAGS, *flags, "--save", folder, "--load", folder])
+    parser = build_parser(with_engine_flags=False, groups=flag_groups())
+    args = parser.parse_args([*FLAGS, *flags, "--save", folder, "--load", folder])
     args.actor_num_gpus_per_node = dist.get_world_size()
     derive_for_extensions(args)
     validate_megatron_arguments(args)
+    complete_all(args, flag_groups())
     return args
 
 

@@ -27,12 +27,13 @@ def build(layout: list[str], precision: str, save: str) -> tuple[Namespace, list
     from slime.backends.megatron_utils.arguments import validate_megatron_arguments
     from slime.backends.megatron_utils.initialize import init
     from slime.backends.megatron_utils.model import build_model, build_optimizer, build_scheduler
-    from slime.compose import parts
+    from slime.compose import flag_groups, parts
     from slime.flags.cluster import derive_for_extensions
+    from slime.flags.group import complete_all
     from slime.flags.parse import build_parser
     from slime.ray.parts import load_all
 
-    parser = build_parser(with_engine_flags=False)
+    parser = build_parser(with_engine_flags=False, groups=flag_groups())
     sizes = "--global-batch-size 6 --num-rollout 8 --rollout-batch-size 6 --n-samples-per-prompt 1".split()
     args = parser.parse_args([*MODEL_FLAGS, *layout, *sizes, precision, "--save", save, "--load", save])
     import torch.distributed as dist
@@ -40,6 +41,7 @@ def build(layout: list[str], precision: str, save: str) -> tuple[Namespace, list
     args.actor_num_gpus_per_node = dist.get_world_size()
     derive_for_extensions(args)
     validate_megatron_arguments(args)
+    complete_all(args, flag_groups())
     init(args)
     model = build_model(args, transforms=load_all(parts(args).transforms))
     optimizer = build_optimizer(args, model)

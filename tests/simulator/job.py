@@ -59,7 +59,7 @@ def base_args(setup: Setup) -> Namespace:
         "bf16": True, "fp16": False, "params_dtype": None, "seed": 1, "save": "x", "load": None, "ckpt_step": None,
         "finetune": False, "no_load_optim": False, "no_load_rng": False, "no_save_optim": False,
         "no_save_rng": False, "async_save": setup.async_save, "exit_on_missing_checkpoint": False,
-        "use_stateless_adam": False, "micro_batch_size": 1,
+        "micro_batch_size": 1,
         "global_batch_size": setup.batch * setup.samples_per_prompt,
         "save_interval": setup.save_interval, "num_experts": None, "lr": 1e-6, "wandb_key": None,
         "sglang_server_concurrency": 64, "sglang_router_ip": None, "sglang_router_port": None,

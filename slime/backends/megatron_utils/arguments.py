@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from slime.backends.megatron_utils.flags.check_arguments import check_arguments
+from slime.backends.megatron_utils.flags.check_arguments import check_arguments, check_taken_up
 from slime.backends.megatron_utils.flags.config_builders import (
     ddp_config_from_args,
     optimizer_config_from_args,
@@ -26,6 +26,7 @@ from slime.backends.megatron_utils.flags.resolve_arguments import derived_argume
 
 __all__ = [
     "add_megatron_arguments",
+    "check_taken_up",
     "ddp_config_from_args",
     "fill_model_flags",
     "optimizer_config_from_args",

@@ -41,6 +41,7 @@ from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.layers.value_head import find_value_head, take_out_unsaved_head
 from slime.backends.megatron_utils.model_transform import AddedParameters, added_parameters
 from slime.flags.checkpoint import TRACKER, inspect_checkpoint
+from slime.flags.train import keeps_moments
 from slime.utils.distributed_utils import object_of_first
 from slime.utils.errors import DataError
 from slime.utils.files import write_atomically
@@ -96,7 +97,7 @@ def save_checkpoint(
     if optimizer is not None and not args.no_save_optim:
         state["optimizer"] = optimizer_state(optimizer, weights)
         state["opt_param_scheduler"] = schedule_state(opt_param_scheduler)
-    elif optimizer is not None and args.use_stateless_adam:
+    elif optimizer is not None and not keeps_moments(args):
         state["opt_param_scheduler"] = schedule_state(opt_param_scheduler)  # there is no more to such an optimizer
     if not args.no_save_rng:
         state["rng_state"] = rng_state()
@@ -228,7 +229,7 @@ def load_checkpoint(
         return 0
     reader, iteration, common = loaded
     if optimizer is not None:
-        if args.use_stateless_adam:
+        if not keeps_moments(args):
             _refresh(optimizer)
             if "opt_param_scheduler" in common and not args.no_load_optim:
                 load_schedule(common, opt_param_scheduler)

@@ -55,13 +55,14 @@ def complete_int4(args: Namespace) -> None:
             raise ConfigError(f"{flag} is given without --int4-qat, so nothing would be rounded; add it.")
 
 
-def check_fp8(args: Namespace) -> None:
-    """Refuse FP8 training whose blocks are not those of the engines.
+def complete_fp8(args: Namespace) -> None:
+    """Say whether linear layers are trained in FP8; refuse blocks that engines do not have.
 
     Raises:
         ConfigError: with the flag, its value and what is allowed.
     """
-    if not args.fp8:
+    args.trains_in_fp8 = bool(args.fp8)
+    if not args.trains_in_fp8:
         return
     if args.fp8 != "e4m3" or args.fp8_recipe != "blockwise":
         raise ConfigError(
@@ -81,4 +82,4 @@ def check_fp8(args: Namespace) -> None:
         )
 
 
-GROUP = FlagGroup(add_low_precision_arguments, complete=(complete_int4, check_fp8))
+GROUP = FlagGroup(add_low_precision_arguments, complete=(complete_int4, complete_fp8))

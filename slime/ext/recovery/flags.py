@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import non_negative_int, positive_int, wait_s_or_zero
+from slime.flags.train import keeps_moments
 
 
 def add_recovery_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +59,7 @@ def add_recovery_arguments(parser: argparse.ArgumentParser) -> None:
 def derive_recovery(args: Namespace) -> None:
     """Restart a trainer that dies, where it leaves checkpoints to go on from."""
     if args.trainer_recovery is None:
-        has_state = not args.no_save_optim or args.use_stateless_adam
+        has_state = not (args.no_save_optim and keeps_moments(args))
         resumes = args.save is not None and args.save_interval is not None and has_state
         args.trainer_recovery = "checkpoint" if resumes else "off"
     if args.trainer_recovery == "memory" and args.memory_checkpoint_interval is None:
@@ -69,7 +70,7 @@ def derive_recovery(args: Namespace) -> None:
 
 def check_trainer_recovery(args: Namespace) -> Iterator[str]:
     """Yield a message for a trainer that nothing could restart."""
-    if args.restarts_trainer and args.no_save_optim and not args.use_stateless_adam:
+    if args.restarts_trainer and args.no_save_optim and keeps_moments(args):
         yield "A trainer restarts with its optimizer's state; drop --no-save-optim, or use --trainer-recovery off."
 
 

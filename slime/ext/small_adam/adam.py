@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.adam import MOMENTS, OwnAdam, replace_adam
-from slime.backends.megatron_utils.flags.field_table import has_narrow_moments
 from slime.backends.megatron_utils.model_transform import ModelTransform
 
 BLOCK = 1024
@@ -199,10 +198,9 @@ class Stateless(ModelTransform):
 
 
 class NarrowMoments(ModelTransform):
-    """``--use-precision-aware-optimizer``; without narrow moments it is about ``--optimizer-cpu-offload``."""
+    """``--use-precision-aware-optimizer`` with moments below fp32."""
 
     def after_optimizer(self, optimizer: Any) -> None:
         """Have the optimizer keep its moments in the dtypes of the flags."""
         dtypes = {"exp_avg": self.args.exp_avg_dtype, "exp_avg_sq": self.args.exp_avg_sq_dtype}
-        if has_narrow_moments(*dtypes.values()):
-            replace_adam(optimizer, partial(LowPrecisionAdam, dtypes=dtypes))
+        replace_adam(optimizer, partial(LowPrecisionAdam, dtypes=dtypes))

@@ -47,11 +47,12 @@ def check_vision(args: Namespace) -> Iterator[str]:
 
 
 def complete_vision(args: Namespace) -> None:
-    """Say whether the model has a tower, and of which sizes, and compare the flags with it.
+    """Say what the model gets, whether it has a tower, and of which sizes, and compare the flags with it.
 
     Raises:
         ConfigError: as ``check_tower`` says.
     """
+    args.joins_inputs = args.custom_model_provider_path is not None
     if config := _fill_tower(args):
         from slime.ext.vision.checks import check_tower
 

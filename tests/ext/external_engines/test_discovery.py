@@ -26,7 +26,9 @@ def test_an_address_without_host_or_port_or_with_another_scheme_is_refused(addre
 
 
 def test_the_flags_of_a_run_ask_its_engines() -> None:
-    args = build_parser(with_engine_flags=False, groups=flag_groups()).parse_args(["--rollout-external-engine-addrs", "10.0.0.1"])
+    args = build_parser(with_engine_flags=False, groups=flag_groups()).parse_args(
+        ["--rollout-external-engine-addrs", "10.0.0.1"]
+    )
     args.rollout_external, args.job_secret = True, None
     (derive,) = next(group for group in flag_groups() if group.derive == GROUP.derive).derive
     with pytest.raises(ConfigError, match="--rollout-external-engine-addrs.*'10.0.0.1'.*host:port"):

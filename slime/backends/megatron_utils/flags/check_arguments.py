@@ -13,6 +13,7 @@ from slime.backends.megatron_utils.flags.config_builders import (
     optimizer_config_from_args,
     transformer_config_from_args,
 )
+from slime.backends.megatron_utils.flags.field_table import has_narrow_moments
 from slime.backends.megatron_utils.flags.own_flags import load_spec
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_steps
 from slime.backends.megatron_utils.models import all_families
@@ -22,9 +23,6 @@ from slime.utils.errors import ConfigError
 
 RULES = FlagGroup(
     needs=(("lr_decay_style=WSD", "lr_wsd_decay_iters", "that is the number of steps of its last phase"),),
-    excludes=(
-        ("optimizer_cpu_offload", "use_stateless_adam", "the first moves Adam's moments, and the second has none"),
-    ),
 )
 
 
@@ -53,6 +51,23 @@ def check_arguments(args: Namespace) -> None:
             check_stages(args, config)
     optimizer_config_from_args(args)
     ddp_config_from_args(args)
+
+
+def check_taken_up(args: Namespace) -> None:
+    """Refuse flags of Megatron that only extensions act on, where these are missing; every group has completed args.
+
+    Raises:
+        ConfigError: with the flags and their values.
+    """
+    if has_narrow_moments(args.exp_avg_dtype, args.exp_avg_sq_dtype) and not vars(args).get("narrow_moments"):
+        raise ConfigError(
+            f"--exp-avg-dtype is {args.exp_avg_dtype} and --exp-avg-sq-dtype {args.exp_avg_sq_dtype}; torch's Adam "
+            "keeps fp32 moments, and there is no extension that replaces it; drop both flags."
+        )
+    if args.fp8 and not vars(args).get("trains_in_fp8"):
+        raise ConfigError(
+            f"--fp8-format is {args.fp8}; there is no extension that trains linear layers in FP8; drop the flag."
+        )
 
 
 def _check_optimizer(args: Namespace) -> None:
