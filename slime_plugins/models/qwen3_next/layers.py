@@ -70,16 +70,9 @@ def check_linear_attention(args: Namespace) -> None:
     Raises:
         ConfigError: with the flag, its value and what is allowed.
     """
-    frequency = args.linear_attention_freq
     if (args.mtp_num_layers or 0) > 1:
         raise ConfigError(
             f"--mtp-num-layers is {args.mtp_num_layers}; a model with linear attention has one MTP layer; give 1."
-        )
-    is_short = isinstance(frequency, int) and frequency < 1
-    if is_short or (not isinstance(frequency, int) and len(frequency) != args.num_layers):
-        raise ConfigError(
-            f"--linear-attention-freq is {frequency}; it must be at least 1, or a list with 1 (linear) or 0 for each "
-            f"of the {args.num_layers} layers."
         )
     key_heads, value_heads = args.linear_num_key_heads, args.linear_num_value_heads
     if value_heads % key_heads:

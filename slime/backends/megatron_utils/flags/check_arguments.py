@@ -266,7 +266,7 @@ _SIZES = {
 
 
 def _check_linear_attention(args: Namespace) -> None:
-    """Refuse gates that cannot be cut, and flags that no layer would follow; layers of ``--spec`` check the rest."""
+    """Refuse gates that cannot be cut, and layers that are not as many; those of ``--spec`` check their sizes."""
     if args.attention_output_gate and args.tensor_model_parallel_size > args.num_query_groups:
         raise ConfigError(
             f"--tensor-model-parallel-size is {args.tensor_model_parallel_size} with --attention-output-gate and "
@@ -285,4 +285,11 @@ def _check_linear_attention(args: Namespace) -> None:
         raise ConfigError(
             f"--linear-attention-freq is {args.linear_attention_freq} without --spec; the standard layers have no "
             f"linear attention; give --spec {' or '.join(specs)}."
+        )
+    frequency = args.linear_attention_freq
+    is_short = frequency < 1 if isinstance(frequency, int) else len(frequency) != args.num_layers
+    if is_short:
+        raise ConfigError(
+            f"--linear-attention-freq is {frequency}; it must be at least 1, or a list with 1 (linear) or 0 for each "
+            f"of the {args.num_layers} layers."
         )

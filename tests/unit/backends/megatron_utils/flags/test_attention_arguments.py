@@ -86,3 +86,10 @@ def test_what_does_not_go_with_the_checkpoint_names_the_flag(flags, message, che
 def test_flags_alone_must_make_sense(flags, message):
     with pytest.raises(ConfigError, match=message):
         parse(*BASE.split(), *flags.split())
+
+
+@pytest.mark.parametrize("frequency", ["[1,0]", "0"])
+def test_a_model_of_the_user_has_a_frequency_for_every_layer(frequency):
+    words = [*BASE.split(), "--custom-model-provider-path", "some.module.provider"]
+    with pytest.raises(ConfigError, match="--linear-attention-freq is .*at least 1, or a list with 1"):
+        parse(*words, "--linear-attention-freq", frequency)
