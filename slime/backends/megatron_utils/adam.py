@@ -29,12 +29,25 @@ class OwnAdam(torch.optim.Optimizer):
         raise NotImplementedError
 
     def moment(self, parameter: Tensor, name: str) -> Tensor:
-        """Return a moment in fp32 [elements of the parameter], for a checkpoint."""
-        raise NotImplementedError
+        """Return a moment in fp32 [elements of the parameter], for a checkpoint.
+
+        Raises:
+            NotImplementedError: this Adam keeps none.
+        """
+        raise self._no_moment(name)
 
     def set_moment(self, parameter: Tensor, name: str, value: Tensor) -> None:
-        """Store a moment from fp32 [elements of the parameter]."""
-        raise NotImplementedError
+        """Store a moment from fp32 [elements of the parameter].
+
+        Raises:
+            NotImplementedError: this Adam keeps none.
+        """
+        raise self._no_moment(name)
+
+    def _no_moment(self, name: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{type(self).__name__} keeps no {name} that a checkpoint could hold; give --no-save-optim."
+        )
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:

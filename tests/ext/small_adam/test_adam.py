@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.ext.small_adam.adam import BLOCK, LowPrecisionAdam
+from slime.ext.small_adam.adam import BLOCK, LowPrecisionAdam, StatelessAdam
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -95,3 +95,13 @@ def test_a_resumed_run_takes_the_same_steps(dtype: torch.dtype) -> None:
         assert torch.equal(resumed, whole)
     else:  # a block whose largest moment was rounded up to a power of two has another scale
         assert torch.allclose(resumed, whole, rtol=1e-3, atol=1e-4)
+
+
+def test_a_stateless_adam_asked_for_a_moment_names_itself_and_the_flag():
+    parameter = torch.zeros(4)
+    adam = StatelessAdam([{"params": [parameter], "lr": 1.0}])
+    says = "StatelessAdam keeps no exp_avg_sq .*--no-save-optim"
+    with pytest.raises(NotImplementedError, match=says):
+        adam.moment(parameter, "exp_avg_sq")
+    with pytest.raises(NotImplementedError, match=says):
+        adam.set_moment(parameter, "exp_avg_sq", parameter)
