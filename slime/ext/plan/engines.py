@@ -102,6 +102,8 @@ class EngineShape:
     mem_fraction_static: float = DEFAULT_MEM_FRACTION
     weight_bytes: float = 2.0
     """Of a quantized matrix's element, scales included; 2 for bf16."""
+    expert_bytes: float | None = None
+    """Of an element of a routed expert, where it is quantized in another way."""
     kv_element_bytes: int = 2
     max_total_tokens: int | None = None
     """Most tokens of one replica's cache; the memory fraction alone decides without it."""
@@ -122,7 +124,7 @@ class EngineShape:
     @classmethod
     def from_flags(
         cls, flags: Mapping[str, Any], overrides: Mapping[str, Any], *, num_gpus: int, weight_bytes: float,
-        mtp_layers: int, adapter_slots: AdapterSlots | None = None,
+        mtp_layers: int, expert_bytes: float | None = None, adapter_slots: AdapterSlots | None = None,
     ) -> EngineShape:  # fmt: skip
         """Make the shape from ``--sglang-*`` values (without the prefix) and a group's overrides, which win."""
         given = {name: value for name, value in {**flags, **overrides}.items() if value is not None}
@@ -130,6 +132,7 @@ class EngineShape:
         own = {
             "tp_size": overrides.get("tp_size", num_gpus // given.get("pp_size", 1)),
             "weight_bytes": weight_bytes,
+            "expert_bytes": expert_bytes,
             "kv_element_bytes": 1 if "fp8" in str(given.get("kv_cache_dtype")) else 2,
             "redundant_experts": given.get("ep_num_redundant_experts", 0),
             "draft_layers": mtp_layers if given.get("speculative_algorithm") in ("EAGLE", "NEXTN") else 0,
@@ -173,7 +176,8 @@ def engine_weights(dims: ModelDims, engine: EngineShape) -> int:
             inside = engine.tp_size // engine.ep_size
             router = dims.num_experts * dims.hidden_size
             own = _replaced_shared(dims, count.dense + count.frozen - router, engine, mlp_tp)
-            per_layer.append((own + experts * matrix // inside) * engine.weight_bytes + 2 * router)
+            of_experts = experts * matrix // inside * (engine.expert_bytes or engine.weight_bytes)
+            per_layer.append(own * engine.weight_bytes + of_experts + 2 * router)
         else:
             of_layer = dims.of_layer(layer)
             own_ffn = of_layer.ffn_hidden_size * of_layer.has_mlp
@@ -271,6 +275,14 @@ def quantized_bytes(hf_config: Mapping[str, Any]) -> float:
     if method in ("compressed-tensors", "awq", "gptq"):
         return 0.5 + 2 / 32
     return 2.0
+
+
+def quantized_expert_bytes(hf_config: Mapping[str, Any]) -> float:
+    """Return the bytes of an element of a routed expert: DeepSeek-V4's are FP4 in an FP8 checkpoint.
+
+    Two elements share a byte, and 32 of them a scale of one byte.
+    """
+    return 0.5 + 1 / 32 if hf_config.get("expert_dtype") == "fp4" else quantized_bytes(hf_config)
 
 
 def engine_problems(

@@ -24,6 +24,7 @@ from slime.ext.plan.engines import (
     engine_problems,
     placement_problems,
     quantized_bytes,
+    quantized_expert_bytes,
 )
 from slime.ext.plan.layout import (
     ParallelSizes,
@@ -249,7 +250,7 @@ def plan_engines(
     )
     problems += placement_problems(places, args.num_gpus_per_node)
     flags = {name.removeprefix("sglang_"): value for name, value in vars(args).items() if name.startswith("sglang_")}
-    weight_bytes = quantized_bytes(hf_config)
+    weight_bytes, expert_bytes = quantized_bytes(hf_config), quantized_expert_bytes(hf_config)
     plans = []
     for model in config.models:
         for group in model.server_groups:
@@ -257,7 +258,8 @@ def plan_engines(
                 continue
             engine = EngineShape.from_flags(
                 flags, group.overrides, num_gpus=group.num_gpus_per_engine, weight_bytes=weight_bytes,
-                mtp_layers=max(dims.num_mtp_layers, 1), adapter_slots=AdapterSlots.from_args(args),
+                expert_bytes=expert_bytes, mtp_layers=max(dims.num_mtp_layers, 1),
+                adapter_slots=AdapterSlots.from_args(args),
             )  # fmt: skip
             where = f"Engines {group.worker_type!r} of model {model.name!r}"
             merged = {**flags, **group.overrides, "disaggregation": group.worker_type}
@@ -381,7 +383,9 @@ def plan_push(
         return None
     vocab = (1 if dims.has_tied_embeddings else 2) * dims.vocab_rows * dims.hidden_size
     matrices = model_size(dims) - vocab
-    model_bytes = int(matrices * quantized_bytes(hf_config) + 2 * vocab)
+    experts = sum(dims.is_moe) * (dims.num_experts or 0) * (dims.gate_factor + 1) * dims.expert_ffn * dims.hidden_size
+    weights = (matrices - experts) * quantized_bytes(hf_config) + experts * quantized_expert_bytes(hf_config)
+    model_bytes = int(weights + 2 * vocab)
     way = (
         "disk"
         if vars(args).get("update_weight_transport") == "disk"

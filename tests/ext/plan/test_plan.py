@@ -15,8 +15,10 @@ from slime.ext.plan.command import EXIT_ILLEGAL, EXIT_OK, EXIT_TOO_LARGE, comple
 from slime.ext.plan.engines import (
     EngineShape,
     engine_problems,
+    engine_weights,
     kv_bytes_per_token,
     quantized_bytes,
+    quantized_expert_bytes,
 )
 from slime.ext.plan.layout import ParallelSizes, PipelineSplit, expand_layout, rank_places, stage_chunks
 from slime.ext.plan.plan import PlanOptions, find_card
@@ -243,3 +245,12 @@ def test_a_step_is_counted_with_the_trainers_scheduler():
 )
 def test_engines_hold_a_byte_for_fp8_and_half_of_one_for_int4(quantization, num_bytes):
     assert quantized_bytes({"quantization_config": quantization}) == num_bytes
+
+
+def test_fp4_experts_of_an_fp8_checkpoint_take_half_a_byte_and_their_scales():
+    published = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    fp8, fp4 = quantized_expert_bytes(published), quantized_expert_bytes(published | {"expert_dtype": "fp4"})
+    assert (fp8, fp4) == (quantized_bytes(published), 17 / 32)
+    engine = EngineShape(tp_size=8, ep_size=8, weight_bytes=fp8)
+    less = engine_weights(latent(), engine) - engine_weights(latent(), dataclasses.replace(engine, expert_bytes=fp4))
+    assert less == pytest.approx(58 * 32 * 3 * 2048 * 7168 * (fp8 - fp4), rel=1e-9)
