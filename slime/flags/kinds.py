@@ -151,7 +151,18 @@ def file_path(value: str) -> str:
     """
     if not value.strip():
         raise argparse.ArgumentTypeError(f"{value!r} is empty; is a shell variable unset? Give a path, or no flag")
+    return home_path(value)
+
+
+def home_path(value: str) -> str:
+    """Return ``value``, which may be empty, with the home folder in the place of a ``~`` at its beginning."""
     return os.path.expanduser(text(value))
+
+
+def named_path(value: str) -> str:
+    """Return ``NAME=DIR`` or ``DIR``, with the home folder in the place of a ``~`` at the folder's beginning."""
+    name, equals, folder = file_path(value).partition("=")
+    return name + equals + home_path(folder)
 
 
 def http_url(value: str) -> str:

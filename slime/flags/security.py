@@ -16,6 +16,7 @@ from typing import Any
 
 from slime.flags.config import read_config
 from slime.flags.group import FlagGroup
+from slime.flags.kinds import file_path
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def add_security_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("security", "Who may reach the servers of the job, and whose code it runs.")
     group.add_argument(
         "--job-secret-file",
-        default=None,
+        type=file_path,
         metavar="FILE",
         help="File with the secret that engines, routers and the job's other servers want of their clients; made, "
         "readable to its owner alone, when it is not there. Default: --sglang-api-key, else a secret that only the "

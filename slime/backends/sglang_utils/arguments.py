@@ -36,7 +36,9 @@ from slime.flags.kinds import (
     any_int,
     file_path,
     gpu_count,
+    home_path,
     json_object,
+    named_path,
     non_negative_float,
     port_number,
     positive_int,
@@ -88,6 +90,8 @@ ROUTER_DEFAULTS = {
 """Rollouts want load spread evenly sooner than the router's own defaults do, a quiet log, and metrics on loopback."""
 
 
+_PATHS = ("path", "paths", "dir", "folder", "file")
+"""Last words of the names of SGLang's fields that are files and folders."""
 _COUNT_OR_MINUS_ONE = WholeNumber(high=INT64_MAX, also=-1)
 
 
@@ -117,6 +121,8 @@ def _checked_type(field_name: str, kind: Any) -> Any:
     """Return the type of a flag of SGLang, whose numbers have no sign; -1 may mean all, none or automatic."""
     if kind is json.loads:
         return json_object
+    if kind is str and field_name.endswith(_PATHS):
+        return named_path if field_name == "lora_paths" else home_path
     if kind is int or kind is float:
         if "priority" in field_name:
             return any_int if kind is int else any_float

@@ -15,6 +15,7 @@ sglang:                      # a list of models; each gets its own router
 from __future__ import annotations
 
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -254,6 +255,7 @@ def _served_path(
     """
     serving = [group for group in groups if group.worker_type != "placeholder"]
     paths = [str(group.overrides.get("model_path") or model_path) for group in serving] or [model_path]
+    paths = [os.path.expanduser(path) for path in paths]
     if len(set(paths)) > 1:
         raise ConfigError(
             f"{where}: its groups serve {', '.join(sorted(set(paths)))}; all groups of a model serve one checkpoint. "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -60,7 +61,12 @@ def read_mix(path: str) -> Mix:
             if not source[key] or not isinstance(source[key], str):
                 raise ConfigError(f"{FLAG} {path}: {key} is {source[key]!r}; it is a text, or is left out.")
     named = [
-        {**source, "name": str(source.get("name", source["path"])), "weight": _points(source, path)}
+        {
+            **source,
+            "path": os.path.expanduser(source["path"]),
+            "name": str(source.get("name", source["path"])),
+            "weight": _points(source, path),
+        }
         for source in sources
     ]
     names = [source["name"] for source in named]

@@ -11,7 +11,7 @@ from slime.flags.checkpoint import has_finished_save, is_huggingface_folder, is_
 from slime.flags.config import backend_flags
 from slime.flags.debug import template_problem
 from slime.flags.group import FlagGroup, flag_of
-from slime.flags.kinds import file_path, fraction_below_one, positive_float, positive_int
+from slime.flags.kinds import file_path, fraction_below_one, named_path, positive_float, positive_int
 
 PLUGIN = "slime.ext.lora.sglang_plugin.register"
 ALL_LINEAR = "all-linear"
@@ -55,7 +55,7 @@ def add_lora_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lora-engine-adapters",
         nargs="+",
-        type=file_path,
+        type=named_path,
         default=[],
         metavar="NAME=DIR",
         help="PEFT folders that engines serve beside the trained adapter, with --lora-push adapter. A request runs on "

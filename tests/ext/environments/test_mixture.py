@@ -251,3 +251,10 @@ def test_of_several_data_sets_the_one_with_other_rows_is_named_and_their_order_c
         DataError, match="data set b of --prompt-data has other rows: metadata changed, first in row 1"
     ):
         MixedDataSource(mix("a", "b")).load(0)
+
+
+def test_the_home_folder_may_be_named_in_a_mixture(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "mix.yaml").write_text("datasets: [{path: ~/a.jsonl}]")
+    [source] = read_mix(str(tmp_path / "mix.yaml")).sources
+    assert (source["path"], source["name"]) == ("/home/me/a.jsonl", "~/a.jsonl")

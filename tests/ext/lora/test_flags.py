@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.compose import parse_args
+from slime.compose import flag_groups, parse_args
 from slime.ext.lora.engine_adapters import as_engines_call
 from slime.ext.lora.targets import engine_settings
+from slime.flags.parse import parse_flags
 from slime.utils.errors import ConfigError, SlimeError
 from tests.matrix.case import load_cases
 from tests.matrix.trainer import make_args
@@ -201,3 +202,9 @@ def test_experts_behind_deepep_get_no_adapters(tmp_path: Path) -> None:
     assert modules("qwen3_moe", tmp_path, "q_proj", "k_proj", "v_proj", **deepep)
     with pytest.raises(ConfigError, match="--sglang-moe-a2a-backend deepep applies no adapters of experts"):
         modules("qwen3_moe", tmp_path, "all-linear", **deepep)
+
+
+def test_the_home_folder_may_be_named_behind_an_adapters_name(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    args = parse_flags(["--lora-engine-adapters", "a=~/b", "c=/d"], groups=flag_groups())
+    assert args.lora_engine_adapters == ["a=/home/me/b", "c=/d"]

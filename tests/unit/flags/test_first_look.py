@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from slime.flags.first_look import MATTER, first_look
-from slime.flags.parse import parse_args
-from slime.flags.table import read_table
+from slime.flags.parse import parse_args, parse_flags
+from slime.flags.table import parser_of_table, read_table
 from slime.flags.words import NO_BATCH, NO_LENGTH, NO_MODEL, PEERS_FLAGS
 from tests.contracts.source_tree import REPO
 
@@ -148,3 +148,23 @@ def test_the_home_folder_may_be_named_where_no_shell_sees_it(command, prompt_fil
     run.write_text(f"save: ~/run\nsave-interval: 1\neval-prompt-data: [one, ~/{prompt_file.name}]\neval-interval: 1\n")
     args = parse_args(argv=first_look([str(run), *command]))
     assert (args.save, args.eval_datasets[0].path) == (f"{tmp_path}/run", str(prompt_file))
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--job-secret-file ~/s", "job_secret_file", "/home/me/s"),
+        ("--sglang-speculative-draft-model-path=~/d", "sglang_speculative_draft_model_path", "/home/me/d"),
+        ("--sglang-crash-dump-folder=~/d", "sglang_crash_dump_folder", "/home/me/d"),
+        ("--sglang-ssl-keyfile=~/d --sglang-ssl-keyfile-password=~/d", "sglang_ssl_keyfile_password", "~/d"),
+        ("--sglang-ssl-keyfile=~/d", "sglang_ssl_keyfile", "/home/me/d"),
+        ("--sglang-fastapi-root-path=", "sglang_fastapi_root_path", ""),
+        ("--sglang-lora-paths a=~/b ~/c c=/d", "sglang_lora_paths", ["a=/home/me/b", "/home/me/c", "c=/d"]),
+        ("--router-ca-cert-paths ~/a ~/b", "router_ca_cert_paths", ["/home/me/a", "/home/me/b"]),
+    ],
+)
+def test_the_home_folder_may_stand_in_every_flag_of_a_path(words, name, value, command, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    args = parse_flags([*command, *words.split()])
+    assert vars(args)[name] == value
+    assert vars(parser_of_table(read_table()).parse_args([*command, *words.split()]))[name] == value

@@ -81,6 +81,15 @@ def test_a_malformed_file_is_refused_with_the_place(tmp_path, text, message):
         load(tmp_path, text)
 
 
+@pytest.mark.parametrize("group", ["", ", overrides: {model_path: ~/hf}"])
+def test_the_home_folder_may_be_named_in_the_file(tmp_path, monkeypatch, group):
+    monkeypatch.setenv("HOME", "")  # so that ~/hf is the /hf of --hf-checkpoint
+    path = "" if group else "model_path: ~/hf, "
+    groups = f"server_groups: [{{worker_type: regular, num_gpus: 2{group}}}]"
+    [model] = load(tmp_path, f"sglang: [{{name: policy, {path}{groups}}}]").models
+    assert (model.model_path, model.update_weights) == ("/hf", True)
+
+
 def test_the_groups_may_give_the_path_that_they_serve(tmp_path):
     group = "{worker_type: %s, num_gpus: 2, overrides: {model-path: /b, context_length: 9}}"
     (model,) = load(
