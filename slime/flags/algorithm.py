@@ -188,8 +188,9 @@ def _add_off_policy(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--use-routing-replay",
-        action="store_true",
-        help="Training uses the experts that the pass over the old policy chose (docs/routing_replay.md).",
+        action=argparse.BooleanOptionalAction,
+        help="Training uses the experts that the pass over the old policy chose (docs/routing_replay.md). Default: on "
+        "with --use-rollout-routing-replay, else off.",
     )
     group.add_argument(
         "--use-rollout-routing-replay",
@@ -221,8 +222,8 @@ def derive_algorithm(args: Namespace) -> None:
     if args.n_samples_per_prompt == 1 and args.grpo_std_normalization:
         # One sample has no deviation to divide by.
         args.grpo_std_normalization = False
-    if args.use_rollout_routing_replay:
-        args.use_routing_replay = True
+    if args.use_routing_replay is None:
+        args.use_routing_replay = args.use_rollout_routing_replay
 
 
 def check_algorithm(args: Namespace) -> Iterator[str]:
@@ -249,6 +250,11 @@ def check_algorithm(args: Namespace) -> Iterator[str]:
         yield "use_rs of --custom-config-path rejects by what --custom-tis-function-path says; give that path."
     if args.tis_clip_low > args.tis_clip:
         yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; the bounds are swapped."
+    if args.use_rollout_routing_replay and not args.use_routing_replay:
+        yield (
+            "--use-routing-replay is false, and --use-rollout-routing-replay replays the experts that the engines "
+            "chose; drop one of them."
+        )
     records = args.use_routing_replay and not args.use_rollout_routing_replay
     if records and not args.compute_advantages_and_returns:
         yield (

@@ -97,7 +97,11 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-gpus-per-node", type=positive_gpu_count, default=8, help="GPUs per node for the engines."
     )
     group.add_argument("--colocate", action="store_true", help="Run trainer and engines in turns on the same GPUs.")
-    group.add_argument("--offload", action="store_true", help="Same as --offload-train and --offload-rollout.")
+    group.add_argument(
+        "--offload",
+        action=argparse.BooleanOptionalAction,
+        help="Same as --offload-train and --offload-rollout, where they are not given themselves.",
+    )
     group.add_argument(
         "--offload-train",
         action=argparse.BooleanOptionalAction,
@@ -185,8 +189,12 @@ def derive_roles(args: Namespace) -> None:
     for name in RUNTIME_FACTS - vars(args).keys():
         setattr(args, name, None)
     args.rollout_external = args.rollout_external_engine_addrs is not None
-    if args.load_debug_rollout_data is not None:
-        args.debug_train_only = True
+    if args.load_debug_rollout_data is not None and args.debug_train_only is False:
+        raise ConfigError(
+            "--debug-train-only is false, and --load-debug-rollout-data trains on written rollouts without an engine; "
+            "drop one of them."
+        )
+    args.debug_train_only = bool(args.debug_train_only) or args.load_debug_rollout_data is not None
     args.use_critic = get_estimator(args.advantage_estimator).needs_values
     args.critic_num_nodes = args.actor_num_nodes
     args.critic_num_gpus_per_node = args.actor_num_gpus_per_node
@@ -209,9 +217,15 @@ def derive_cluster(args: Namespace) -> None:
     """Fill in who owns which GPUs, and which side offloads while the other works; ``offload`` itself goes."""
     if args.distributed_backend is None:
         args.distributed_backend = "nccl" if is_for_cuda(args.runs_here) else "gloo"
-    if args.offload:
-        args.offload_train = args.offload_rollout = True
+    for side in ("offload_train", "offload_rollout"):
+        if getattr(args, side) is None:
+            setattr(args, side, args.offload)
     del args.offload
+    if args.use_critic and args.offload_train is False and not args.debug_rollout_only:
+        raise ConfigError(
+            f"--offload-train (or --offload, which stands for it) is false, and --advantage-estimator "
+            f"{args.advantage_estimator} has a critic, which takes turns with the actor on the same GPUs. Drop it."
+        )
     trainer_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.debug_rollout_only:  # the engines get the trainer's GPUs; nothing is shared or offloaded
         if args.colocate and args.rollout_num_gpus is None and not args.rollout_external:
@@ -222,16 +236,14 @@ def derive_cluster(args: Namespace) -> None:
         args.colocate = args.offload_train = args.offload_rollout = False
     if args.debug_train_only:  # there are no engines to make room for
         args.rollout_num_gpus = args.rollout_num_gpus or 0
-        args.offload_train = bool(args.offload_train)
+        args.offload_train = bool(args.offload_train or args.use_critic)
         args.offload_rollout = False
     if args.colocate and args.rollout_num_gpus is None:
         args.rollout_num_gpus = trainer_gpus
     if args.offload_train is None:
-        args.offload_train = args.colocate
+        args.offload_train = args.colocate or args.use_critic
     if args.offload_rollout is None:
         args.offload_rollout = args.colocate
-    if args.use_critic:
-        args.offload_train = True
     if args.offload_train:
         args.disable_grad_buffers_cpu_backup = True
         args.disable_param_buffers_cpu_backup = True

@@ -87,9 +87,9 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--apply-chat-template",
-        action="store_true",
-        help="Render each prompt with the tokenizer's chat template; on where rows hold chat messages, which nothing "
-        "else renders.",
+        action=argparse.BooleanOptionalAction,
+        help="Render each prompt with the tokenizer's chat template. Default: on where rows hold chat messages, which "
+        "nothing else renders, else off.",
     )
     group.add_argument(
         "--apply-chat-template-kwargs",
@@ -140,7 +140,10 @@ def _add_batching(parser: argparse.ArgumentParser) -> None:
         help="Most tokens of a micro-batch per GPU; a longer sample is a micro-batch of its own.",
     )
     group.add_argument(
-        "--balance-data", action="store_true", help="Distribute samples so that data-parallel ranks have equal work."
+        "--balance-data",
+        action=argparse.BooleanOptionalAction,
+        help="Distribute samples so that data-parallel ranks have equal work. Default: on with --balance-by-flops, "
+        "else off.",
     )
     group.add_argument(
         "--balance-by-flops",
@@ -200,8 +203,10 @@ def derive_data(args: Namespace) -> None:
     """Fill in the data sets of ``--prompt-data``, the samples of a step and the prompts submitted at a time."""
     # Each with its path, and maybe its own keys.
     args.prompt_sources = [] if args.prompt_data is None else [{"path": args.prompt_data}]
-    if args.balance_by_flops:
-        args.balance_data = True  # balancing micro-batches by FLOPs balances ranks too
+    if not args.runs_here:  # nor are rows read, which else would say it
+        args.apply_chat_template = bool(args.apply_chat_template)
+    if args.balance_data is None:
+        args.balance_data = args.balance_by_flops  # balancing micro-batches by FLOPs balances ranks too
     if args.rollout_batch_size is None:
         return
     is_asked = args.num_steps_per_rollout is not None or not args.debug_rollout_only

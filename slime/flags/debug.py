@@ -33,7 +33,11 @@ def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_debug(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("debug", "Engines or trainer alone, and dumps of their data.")
     group.add_argument("--debug-rollout-only", action="store_true", help="Start only the engines; no training.")
-    group.add_argument("--debug-train-only", action="store_true", help="Start only the trainer; no engines.")
+    group.add_argument(
+        "--debug-train-only",
+        action=argparse.BooleanOptionalAction,
+        help="Start only the trainer; no engines. Default: on with --load-debug-rollout-data, else off.",
+    )
     group.add_argument(
         "--save-debug-rollout-data",
         type=file_path,

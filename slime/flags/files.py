@@ -86,12 +86,19 @@ def _check_model(args: Namespace) -> None:
 
 def _render_messages(args: Namespace) -> None:
     """Turn on --apply-chat-template where rows hold chat messages, which nothing else would render."""
+    is_refused = args.apply_chat_template is False
+    args.apply_chat_template = bool(args.apply_chat_template)
     if args.prompt_data is None or args.apply_chat_template or not _is_plain(args):
         return
     for source in args.prompt_sources:
         _, row = _first_row(args, source)
         key = source.get("input_key", args.input_key)
         if isinstance(row.get(key), list):
+            if is_refused:
+                raise ConfigError(
+                    f"--apply-chat-template is false, and {key} (--input-key) of {source['path']} is a list of chat "
+                    "messages, which nothing else would render. Drop it, or name a column of text."
+                )
             logger.info("%s (--input-key) is a list of chat messages: --apply-chat-template is on.", key)
             args.apply_chat_template = True
             derive_evaluation(args)  # a data set's own choice still counts

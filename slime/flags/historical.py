@@ -100,7 +100,7 @@ HISTORICAL = {
 
 _SWITCHES = frozenset(
     {
-        *("use_critic", "use_slime_router", "disable_rollout_trim_samples", "use_hf_config_for_megatron"),
+        *("use_slime_router", "disable_rollout_trim_samples", "use_hf_config_for_megatron"),
         *("mock_data", "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "log_throughput"),
         *("log_params_norm", "log_timers_to_tensorboard", "log_memory_to_tensorboard"),
         *("log_validation_ppl_to_tensorboard", "log_world_size_to_tensorboard", "use_dist_ckpt"),
@@ -109,7 +109,7 @@ _SWITCHES = frozenset(
         *("manual_gc", "profile", "no_one_logger", "fp16_lm_cross_entropy"),
     }
 )
-_WITH_OPPOSITE = frozenset({"ckpt_fully_parallel_save", "create_attention_mask_in_dataloader"})
+_WITH_OPPOSITE = frozenset({"use_critic", "ckpt_fully_parallel_save", "create_attention_mask_in_dataloader"})
 """``--x`` and ``--no-x``."""
 _LISTS = frozenset({"data_path", "profile_ranks", "slime_router_middleware_paths"})
 _CHOICES = {"qkv_format": ["thd", "bshd"], "megatron_to_hf_mode": ["raw", "bridge"]}
@@ -135,10 +135,16 @@ def note_historical(args: argparse.Namespace) -> None:
     """Log one line that names the historical flags given; refuse what cannot be ignored."""
     if args.qkv_format == "bshd":
         raise ConfigError("--qkv-format is bshd; slime packs sequences (thd) and has no other layout. Drop the flag.")
-    if args.use_critic and not get_estimator(args.advantage_estimator).needs_values:
+    needs_values = get_estimator(args.advantage_estimator).needs_values
+    if args.use_critic and not needs_values:
         raise ConfigError(
             f"--use-critic with --advantage-estimator {args.advantage_estimator}, which has no critic. "
             "Use --advantage-estimator ppo, or drop --use-critic."
+        )
+    if args.use_critic is False and needs_values:
+        raise ConfigError(
+            f"--use-critic is false, and --advantage-estimator {args.advantage_estimator} needs a critic's values. "
+            "Choose an estimator without a critic, such as grpo, or drop it."
         )
     given = [name for name in HISTORICAL if getattr(args, name) is not None]
     if given:

@@ -104,7 +104,9 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-correct-samples", action="store_true", help="Log statistics of the samples with reward 1."
     )
     metrics.add_argument(
-        "--log-expert-load", action="store_true", help="Log how evenly tokens are spread over each layer's experts."
+        "--log-expert-load",
+        action=argparse.BooleanOptionalAction,
+        help="Log how evenly tokens are spread over each layer's experts. Default: on with --prometheus-port.",
     )
 
 

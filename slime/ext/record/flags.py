@@ -55,14 +55,14 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
         "--prometheus-port",
         type=port_number,
         help="Serve one Prometheus page of the whole job at this port of the driver's machine: what is logged, the "
-        "state of the engines, and the pages of engines and routers. Turns --log-expert-load on.",
+        "state of the engines, and the pages of engines and routers.",
     )
 
 
 def derive_expert_load(args: Namespace) -> None:
     """Turn on what the job's Prometheus page shows."""
-    if args.prometheus_port is not None:
-        args.log_expert_load = True
+    if args.log_expert_load is None:
+        args.log_expert_load = args.prometheus_port is not None
 
 
 GROUP = FlagGroup(add_record_arguments, derive=(derive_expert_load,))

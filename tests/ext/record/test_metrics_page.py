@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.ext.record import prometheus_page
+from slime.ext.record.flags import derive_expert_load
 from slime.ext.record.prometheus_page import PrometheusSink
 from slime.observability import telemetry
 from slime.observability.metrics_file import append_record
@@ -47,3 +48,11 @@ def test_the_driver_serves_what_the_run_logs_and_what_the_manager_knows(monkeypa
     assert found["slime_rollout_raw_reward"] == 0.5 and found['slime_eval_reward{dataset="aime"}'] == 0.25
     assert found['slime_engines{state="serving"}'] == 4 and found["slime_engine_evictions_total"] == 1
     assert limits == [5.0] and sink.page is None
+
+
+@pytest.mark.parametrize("prometheus_port", [None, 9000])
+@pytest.mark.parametrize(("given", "is_logged"), [(None, None), (True, True), (False, False)])
+def test_the_load_of_experts_is_logged_for_prometheus_unless_that_is_turned_off(prometheus_port, given, is_logged):
+    args = Namespace(prometheus_port=prometheus_port, log_expert_load=given)
+    derive_expert_load(args)
+    assert args.log_expert_load is (prometheus_port is not None if is_logged is None else is_logged)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slime.flags.first_look import first_look
 from slime.flags.parse import slime_validate_args
 from slime.utils.errors import ConfigError
 
@@ -41,3 +42,35 @@ def test_a_wrong_overlay_is_refused(make_args, overlay, text, says):
     with pytest.raises(ConfigError) as caught:
         slime_validate_args(make_args(*overlay(text)))
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "reason"),
+    [
+        ("--advantage-estimator ppo", "offload_train", "--advantage-estimator ppo has a critic"),
+        ("--advantage-estimator ppo", "offload", "--advantage-estimator ppo has a critic"),
+        ("--advantage-estimator ppo", "use_critic", "--advantage-estimator ppo needs a critic's values"),
+        ("--use-rollout-routing-replay", "use_routing_replay", "--use-rollout-routing-replay replays"),
+        ("--load-debug-rollout-data x_{rollout_id}.pt", "debug_train_only", "--load-debug-rollout-data trains"),
+        ("", "apply_chat_template", "input (--input-key) of "),
+    ],
+)
+def test_a_written_false_is_never_turned_into_true(
+    words, name, reason, make_args, command, overlay, prompt_file, tmp_path
+):
+    prompt_file.write_text('{"input": [{"role": "user", "content": "1+1="}], "label": "2"}\n' * 4)
+    (tmp_path / "run.yaml").write_text(f"{name}: false\n")
+    flag = f"--{name.replace('_', '-')}"
+    for given in (overlay(f"{name}: false\n"), first_look([str(tmp_path / "run.yaml"), *command])[:1]):
+        with pytest.raises(ConfigError) as caught:
+            slime_validate_args(make_args(*words.split(), *given))
+        assert flag in str(caught.value) and " is false, and " in str(caught.value) and reason in str(caught.value)
+
+
+def test_a_run_file_turns_off_what_follows_from_another_flag(command, tmp_path):
+    (tmp_path / "run.yaml").write_text("colocate: true\noffload: false\nlog-expert-load: false\n")
+    assert first_look([str(tmp_path / "run.yaml"), *command])[:3] == [
+        "--colocate",
+        "--no-offload",
+        "--no-log-expert-load",
+    ]

@@ -102,6 +102,30 @@ def test_offload_stands_for_both_and_is_gone(resolved):
     assert not hasattr(args, "offload")
 
 
+@pytest.mark.parametrize(
+    ("words", "offloads"),
+    [
+        ("--colocate --no-offload", (False, False)),
+        ("--colocate --no-offload --offload-train", (True, False)),
+        ("--offload --no-offload-rollout", (True, False)),
+        ("--no-offload", (False, False)),
+        ("--advantage-estimator ppo", (True, False)),
+        ("--advantage-estimator ppo --debug-train-only", (True, False)),
+    ],
+)
+def test_what_one_side_is_asked_counts_before_what_both_are(words, offloads, resolved):
+    args = resolved(*words.split())
+    assert (args.offload_train, args.offload_rollout) == offloads
+
+
+def test_what_follows_from_another_flag_can_be_turned_off(resolved):
+    args = resolved("--balance-by-flops", "--use-rollout-routing-replay")
+    assert (args.balance_data, args.use_routing_replay, args.debug_train_only) == (True, True, False)
+    assert resolved("--balance-by-flops", "--no-balance-data").balance_data is False
+    args = resolved()
+    assert (args.balance_data, args.use_routing_replay) == (False, False)
+
+
 def test_rollout_only_gives_the_trainers_gpus_to_the_engines(resolved):
     args = resolved(
         *("--debug-rollout-only", "--colocate", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "8"),
