@@ -73,7 +73,7 @@ def serving(folder: Path, args: Namespace, paths: list[str]) -> Iterator[ServerC
             "lora_strict_loading": True,
         },
     }
-    process = start_server(settings, name="the engine", plugins=[PLUGIN])
+    process = start_server(settings, name="the engine", plugins=[[PLUGIN]])
     control = ServerControl(f"http://127.0.0.1:{port}")
     try:
         wait_until_healthy(process, control, timeout_s=600)
