@@ -222,10 +222,12 @@ def derive_cluster(args: Namespace) -> None:
             setattr(args, side, args.offload)
     del args.offload
     if args.use_critic and args.offload_train is False and not args.debug_rollout_only:
-        raise ConfigError(
-            f"--offload-train (or --offload, which stands for it) is false, and --advantage-estimator "
-            f"{args.advantage_estimator} has a critic, which takes turns with the actor on the same GPUs. Drop it."
+        logger.warning(
+            "--offload-train is on although false is given for it: --advantage-estimator %s has a critic, which takes "
+            "turns with the actor on the same GPUs.",
+            args.advantage_estimator,
         )
+        args.offload_train = True
     trainer_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.debug_rollout_only:  # the engines get the trainer's GPUs; nothing is shared or offloaded
         if args.colocate and args.rollout_num_gpus is None and not args.rollout_external:

@@ -74,7 +74,7 @@ OVERLAYS = {
     "num-rollout: 2.5": "num-rollout is 2.5: '2.5' is not a whole number",
     "save: ''": "save is '': '' is empty",
     "save: [a]": "save is ['a']: it must be a text or a number, not a list or a map",
-    "profile_target: []": "profile_target is []: it must be a list of + values",
+    "rollout_stop: []": "rollout_stop is []: it must be a list of + values",
     "rollout_stop_token_ids: [1, x]": "rollout_stop_token_ids is [1, 'x']: 'x' is not a whole number",
     "train_env_vars: [1]": "train_env_vars is [1]: '[1]' is not JSON as it is needed (it holds a list, not an object)",
     "disable_rollout_global_dataset: true": "write the attribute that the flag sets, rollout_global_dataset: false",
@@ -94,7 +94,7 @@ def test_a_value_of_the_overlay_is_refused_as_on_the_command_line(text, make_arg
 
 def test_values_of_the_overlay_become_what_the_flags_make_of_them(make_args: MakeArgs, tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(
-        "lr: 1e-5\nkl_loss_type: low_var_kl\nrollout_stop: END\nprofile_target: [train_actor]\nsave_interval: null\n"
+        "lr: 1e-5\nkl_loss_type: low_var_kl\nrollout_stop: END\nsave_interval: null\n"
         "apply_chat_template_kwargs: {enable_thinking: false}\nwandb_run_id: 2024-01-02\noffload_train: true\n"
         "rollout_sample_hook_path: [slime.rollout.sleep_rollout.sleep]\nn_samples_per_prompt: '4'\n"
         "my_plugin: {depth: .inf, lr: -1, colocate: 'false'}\nmax-turns: 3\n"
@@ -104,12 +104,7 @@ def test_values_of_the_overlay_become_what_the_flags_make_of_them(make_args: Mak
     from slime.flags.parse import GROUPS
 
     apply_overlay(args, Parser(GROUPS))
-    assert (args.lr, args.rollout_stop, args.profile_target, args.save_interval) == (
-        1e-5,
-        ["END"],
-        ["train_actor"],
-        None,
-    )
+    assert (args.lr, args.rollout_stop, args.save_interval) == (1e-5, ["END"], None)
     assert (args.apply_chat_template_kwargs, args.wandb_run_id) == ({"enable_thinking": False}, "2024-01-02")
     assert (args.offload_train, args.n_samples_per_prompt, args.max_turns) == (True, 4, 3)
     assert args.rollout_sample_hook_path == ["slime.rollout.sleep_rollout.sleep"]

@@ -47,15 +47,13 @@ def test_a_wrong_overlay_is_refused(make_args, overlay, text, says):
 @pytest.mark.parametrize(
     ("words", "name", "reason"),
     [
-        ("--advantage-estimator ppo", "offload_train", "--advantage-estimator ppo has a critic"),
-        ("--advantage-estimator ppo", "offload", "--advantage-estimator ppo has a critic"),
         ("--advantage-estimator ppo", "use_critic", "--advantage-estimator ppo needs a critic's values"),
         ("--use-rollout-routing-replay", "use_routing_replay", "--use-rollout-routing-replay replays"),
         ("--load-debug-rollout-data x_{rollout_id}.pt", "debug_train_only", "--load-debug-rollout-data trains"),
         ("", "apply_chat_template", "input (--input-key) of "),
     ],
 )
-def test_a_written_false_is_never_turned_into_true(
+def test_a_written_false_that_cannot_work_is_refused(
     words, name, reason, make_args, command, overlay, prompt_file, tmp_path
 ):
     prompt_file.write_text('{"input": [{"role": "user", "content": "1+1="}], "label": "2"}\n' * 4)
@@ -65,6 +63,16 @@ def test_a_written_false_is_never_turned_into_true(
         with pytest.raises(ConfigError) as caught:
             slime_validate_args(make_args(*words.split(), *given))
         assert flag in str(caught.value) and " is false, and " in str(caught.value) and reason in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["offload_train: false\n", "offload: false\n"])
+def test_a_critic_has_the_trainer_sleep_whatever_is_written_as_in_upstream(text, make_args, overlay, caplog):
+    args = make_args("--advantage-estimator", "ppo", *overlay(text))
+    slime_validate_args(args)
+    assert args.offload_train
+    assert (
+        "--offload-train is on although false is given for it: --advantage-estimator ppo has a critic" in caplog.text
+    )
 
 
 def test_a_run_file_turns_off_what_follows_from_another_flag(command, tmp_path):
