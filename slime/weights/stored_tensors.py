@@ -6,6 +6,7 @@ offsets that the header names.  Reading the headers alone is enough to map or to
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import os
@@ -171,6 +172,16 @@ def read_layout(folder: str | Path) -> dict[str, StoredTensor]:
     if not layout:
         raise DataError(f"{folder} holds no safetensors files; weights that travel over disk need them")
     return layout
+
+
+@functools.lru_cache(maxsize=4)
+def stored_codes(folder: str) -> Mapping[str, str]:
+    """Return the dtype of every tensor in a model folder's files, as safetensors spells it.
+
+    Raises:
+        DataError: as :func:`read_layout` has it.
+    """
+    return {name: entry.dtype for name, entry in read_layout(folder).items()}
 
 
 def _check_index(folder: Path, layout: Mapping[str, StoredTensor]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slime.backends.megatron_utils import sglang
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_codes, stored_names, tensor_names
+from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names, tensor_names
 from slime.backends.megatron_utils.models import find_weight_map, plain_weights
 from slime.backends.megatron_utils.models.rule import to_hf
 from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY
@@ -29,6 +29,7 @@ from slime.weights.quantize import Quantizer, as_stored, make_quantizer, quantiz
 from slime.weights.quantize.block_fp8 import transform_scale_ue8m0
 from slime.weights.quantize.formats import BlockFp8
 from slime.weights.quantize.quantizer import warn_of_unlisted_weights
+from slime.weights.stored_tensors import stored_codes
 
 
 def convert_to_hf(
@@ -111,7 +112,7 @@ def checkpoint_quantizer(
             "quantized; download it and give the folder's path"
         )
     dtypes = stored_codes(folder)
-    quantized = quantized_names(stored, as_stored(weight_format, dtypes))
+    quantized = quantized_names(dtypes, as_stored(weight_format, dtypes))
     plain = plain_weights(read_model_config(folder))
     warn_of_unlisted_weights(quantization_config, stored, quantized, plain)
     return make_quantizer(

@@ -11,7 +11,6 @@ import logging
 from argparse import Namespace
 
 from slime.backends.megatron_utils.flags.model_dims import moe_layers
-from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names
 from slime.backends.megatron_utils.models import plain_weights
 from slime.ext.low_precision.folders.to_quantized import to_int4
 from slime.utils import env
@@ -19,6 +18,7 @@ from slime.utils.errors import ConfigError
 from slime.utils.files import read_model_config
 from slime.weights.quantize import quantized_names, read_format
 from slime.weights.quantize.formats import GroupInt
+from slime.weights.stored_tensors import stored_codes
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Int4Selection:
         self._rule = to_int4(args.int4_qat_group_size, plain=plain).is_quantized
         self._names: frozenset[str] | None = None
         if (packed := packed_format(args.hf_checkpoint)) is not None:
-            self._names = quantized_names(stored_names(args.hf_checkpoint), packed)
+            self._names = quantized_names(stored_codes(args.hf_checkpoint), packed)
 
     def has(self, part: str) -> bool:
         """True when a tensor with this part in its name may be rounded: one of the names above this class."""

@@ -37,6 +37,7 @@ from slime.weights.quantize.group_int import (
 )
 from slime.weights.quantize.mxfp4 import (
     BLOCKS,
+    FP4_CODES,
     GROUP,
     NUMBERS_PER_BYTE,
     SCALES,
@@ -51,6 +52,11 @@ SUFFIX = ".weight"
 PACKED = ".weight_packed"
 EXPONENT = "scale"
 """Part of a weight whose scales are powers of two of one byte each (DeepSeek-V4)."""
+BLOCK_SCALE = "weight_scale_inv"
+"""Part of a weight in FP8 by blocks whose scales are fp32."""
+E8M0 = "F8_E8M0"
+"""An exponent of one byte, as safetensors spells the dtype."""
+FP8_CODES = ("F8_E4M3", "F8_E5M2")
 SCALE_NAMES = (("", "_scale_inv"), ("", "_scale"), (SUFFIX, f".{EXPONENT}"))
 """What the name of a weight loses and gets to be the name of its scale."""
 BESIDE_A_WEIGHT = ("_scale_inv", ".weight_scale", ".weight_shape", ".weight_zero_point")
@@ -96,12 +102,12 @@ class WeightFormat(ABC):
 
 @dataclass(frozen=True, slots=True)
 class BlockFp8(WeightFormat):
-    """e4m3 with one fp32 scale per block."""
+    """e4m3 with one scale per block: fp32, or a power of two of one byte (``scale_dtype``)."""
 
     block: tuple[int, int]
     ue8m0: bool = False
     """Scales are powers of two."""
-    marker: str = "weight_scale_inv"
+    marker: str = BLOCK_SCALE
     scale_dtype: torch.dtype = torch.float32
 
     def outputs(self, name: str, shape: Shape) -> PartHeaders:
@@ -227,6 +233,7 @@ class PackedFp4(WeightFormat):
         }
 
     def quantize(self, name: str, weight: Tensor, *, check_finite: bool) -> dict[str, Tensor]:
+        self.outputs(name, tuple(weight.shape))  # refuses what has no whole groups
         packed, scale = quantize_rows(weight)
         if check_finite:
             require_finite(name, scale.float())
@@ -234,6 +241,11 @@ class PackedFp4(WeightFormat):
 
     def dequantize(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         packed, scale = parts["weight"], parts[self.marker]
+        if packed.is_floating_point() or packed.element_size() != 1 or scale.dtype != torch.float8_e8m0fnu:
+            raise DataError(
+                f"{name} is stored in {packed.dtype} with a scale in {scale.dtype}; integers of one byte are read as "
+                "two numbers of FP4 each, whose scales are torch.float8_e8m0fnu"
+            )
         if packed.dim() != 2 or tuple(scale.shape) != (packed.size(0), packed.size(1) * NUMBERS_PER_BYTE / GROUP):
             raise DataError(
                 f"{name} has {list(packed.shape)} bytes of two numbers, and scales {list(scale.shape)}: not one per "
@@ -278,24 +290,38 @@ def _matrix(name: str, shape: Shape) -> tuple[int, int]:
 # --- quantized weights in the files of a checkpoint -----------------------------------------------------------------
 
 
-def logical_names(stored_names: Iterable[str]) -> list[str]:
-    """Return the names of all tensors as if nothing were quantized, in the given order."""
+def logical_names(stored: Mapping[str, str]) -> list[str]:
+    """Return the names of all tensors as if nothing were quantized, in the given order.
+
+    Args:
+        stored: name of every tensor in the files -> its dtype as safetensors spells it.
+    """
     names = []
-    stored_names = list(stored_names)
-    weights = {name for name in stored_names if name.endswith(SUFFIX)}
-    packed_in_fp4 = {name.removesuffix(BLOCKS) for name in stored_names if name.endswith(BLOCKS)}
-    for name in stored_names:
+    packed_in_fp4 = {name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)}
+    for name in stored:
         if name.endswith(PACKED):
             names.append(name.removesuffix(PACKED) + SUFFIX)
         elif name.endswith(BLOCKS):
             names.append(name.removesuffix(BLOCKS))
         elif name.endswith(SCALES) and name.removesuffix(SCALES) in packed_in_fp4:
             continue
-        elif name.endswith(f".{EXPONENT}") and name.removesuffix(f".{EXPONENT}") + SUFFIX in weights:
+        elif is_scale(name, stored):
             continue
         elif not name.endswith(BESIDE_A_WEIGHT):
             names.append(name)
     return names
+
+
+def is_scale(name: str, stored: Mapping[str, str]) -> bool:
+    """Return True for an ``X.scale`` that is part of a quantized ``X.weight``; others are tensors of a model.
+
+    Args:
+        stored: as :func:`logical_names` has it.
+    """
+    if not name.endswith(f".{EXPONENT}"):
+        return False
+    weight = stored.get(name.removesuffix(f".{EXPONENT}") + SUFFIX)
+    return weight in FP8_CODES or (weight in FP4_CODES and stored[name] == E8M0)
 
 
 def read_weight(

@@ -77,7 +77,8 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         ``[M, N / 2]`` int8 and ``[M, N / 32]`` float8_e8m0fnu.  The scale of a group with a NaN is one.
     """
-    groups = weight.float().reshape(len(weight), -1, GROUP)
+    rows, columns = weight.shape
+    groups = weight.float().reshape(rows, columns // GROUP, GROUP)
     largest = torch.full((), _POSITIVE[-1], dtype=torch.float32, device=weight.device)
     scales = round_up_to_power_of_two((groups.abs().amax(-1) / largest).clamp(min=_MIN_SCALE))
     magnitudes = (groups / scales[..., None]).abs()
@@ -86,7 +87,7 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
         middle = (low + high) / 2
         codes += magnitudes > middle if code % 2 == 0 else magnitudes >= middle
     codes += _SIGN * torch.signbit(groups)
-    pairs = codes.view(len(weight), -1, NUMBERS_PER_BYTE)
+    pairs = codes.view(rows, columns // NUMBERS_PER_BYTE, NUMBERS_PER_BYTE)
     packed = (pairs[..., 0] | pairs[..., 1] << 4).view(torch.int8)
     return packed, scales.to(torch.float8_e8m0fnu)
 

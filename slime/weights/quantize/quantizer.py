@@ -19,6 +19,8 @@ from slime.utils.errors import ConfigError
 from slime.weights.named_tensors import Header, NamedTensors
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK
 from slime.weights.quantize.formats import (
+    BLOCK_SCALE,
+    E8M0,
     EXPONENT,
     SUFFIX,
     BlockFp8,
@@ -31,6 +33,7 @@ from slime.weights.quantize.formats import (
     TwoFormats,
     WeightFormat,
     is_quantized_offline,
+    is_scale,
 )
 from slime.weights.quantize.mxfp4 import FP4_CODES
 from slime.weights.quantize.mxfp4 import METHOD as MXFP4
@@ -38,11 +41,10 @@ from slime.weights.quantize.mxfp4 import METHOD as MXFP4
 logger = logging.getLogger(__name__)
 
 SUPPORTED = (
-    "fp8 (e4m3, by block or by tensor, dynamic activations) and compressed-tensors (pack-quantized int4 and int8, "
-    "float-quantized fp8 by channel, tensor or block, dynamic activations)"
+    "fp8 (e4m3, by block or by tensor, dynamic activations; by block also with scales of one byte and experts in FP4) "
+    "and compressed-tensors (pack-quantized int4 and int8, float-quantized fp8 by channel, tensor or block, dynamic "
+    "activations)"
 )
-E8M0 = "F8_E8M0"
-"""An exponent of one byte, as safetensors spells the dtype."""
 FP8_LISTS = ("modules_to_not_convert", "ignored_layers")
 """Keys of an fp8 config with the list of unquantized modules."""
 
@@ -146,29 +148,46 @@ def as_stored(weight_format: WeightFormat, stored: Mapping[str, str]) -> WeightF
 
     Args:
         stored: name of every tensor in the files -> its dtype as safetensors spells it.
+
+    Raises:
+        ConfigError: the files have scales of one byte and others.
     """
     if not isinstance(weight_format, BlockFp8):
         return weight_format
-    end = f".{EXPONENT}"
-    exponents = [name.removesuffix(end) + SUFFIX for name in stored if name.endswith(end) and stored[name] == E8M0]
+    scales = [name for name in stored if is_scale(name, stored)]
+    exponents = [name for name in scales if stored[name] == E8M0]
     if not exponents:
         return weight_format
+    others = [name for name in stored if name.endswith(f".{BLOCK_SCALE}")]
+    if others := sorted({*others, *scales}.difference(exponents)):
+        raise ConfigError(
+            f"--hf-checkpoint has {len(exponents)} scales in {E8M0}, such as {exponents[0]}, and {len(others)} that "
+            f"are {others[0]} in {stored[others[0]]} or the like; a checkpoint has one form of scales, {E8M0} called "
+            f"*.{EXPONENT} or F32 called *.{BLOCK_SCALE}. Convert it again"
+        )
     eight_bits = replace(weight_format, ue8m0=True, marker=EXPONENT, scale_dtype=torch.float8_e8m0fnu)
-    four_bits = frozenset(name for name in exponents if stored.get(name) in FP4_CODES)
+    weights = (name.removesuffix(f".{EXPONENT}") + SUFFIX for name in exponents)
+    four_bits = frozenset(name for name in weights if stored[name] in FP4_CODES)
     return TwoFormats(eight_bits, PackedFp4(), four_bits) if four_bits else eight_bits
 
 
-def quantized_names(stored_names: Collection[str], weight_format: WeightFormat) -> frozenset[str]:
+def quantized_names(stored: Mapping[str, str], weight_format: WeightFormat) -> frozenset[str]:
     """Return ``X.weight`` of all weights that a checkpoint has quantized.
+
+    Args:
+        stored: as :func:`as_stored` has it.
 
     Raises:
         ConfigError: there are none.
     """
     marker = f".{weight_format.marker}"
-    found = frozenset(name.removesuffix(marker) + SUFFIX for name in stored_names if name.endswith(marker))
+    parts = [name for name in stored if name.endswith(marker)]
+    if weight_format.marker == EXPONENT:
+        parts = [name for name in parts if is_scale(name, stored)]
+    found = frozenset(name.removesuffix(marker) + SUFFIX for name in parts)
     if not found:
         raise ConfigError(
-            f"the config.json of --hf-checkpoint has a quantization_config, but none of its {len(stored_names)} "
+            f"the config.json of --hf-checkpoint has a quantization_config, but none of its {len(stored)} "
             f"tensors is quantized (called *{marker}); convert the checkpoint again, or remove the quantization_config"
         )
     return found

@@ -13,6 +13,7 @@ from slime.weights.quantize import make_quantizer, quantized_names, read_format
 from slime.weights.quantize.block_fp8 import quantize_block, quantize_channel, quantize_tensor
 from slime.weights.quantize.formats import PlainWeights
 from slime.weights.stacked_experts import by_expert
+from slime.weights.stored_tensors import stored_codes
 from tests.ext.low_precision.checkpoints import QUANTIZED, read_folder, same_bytes, tensors_of, write_folder
 
 SPARSE = find_weight_map("deepseek_v32").plain
@@ -56,7 +57,7 @@ def test_a_push_gives_the_bytes_of_the_offline_conversion(tmp_path):
         rewrite_folder(recipe, source, tmp_path / name, workers=2)
         written = read_folder(tmp_path / name)
         config = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
-        chosen = quantized_names(written, read_format(config))
+        chosen = quantized_names(stored_codes(str(tmp_path / name)), read_format(config))
         quantizer = make_quantizer(config, chosen, known_names=tensors.keys())
         pushed = dict(pair for item in tensors.items() for pair in quantizer.quantize(*item))
         assert pushed.keys() == written.keys()

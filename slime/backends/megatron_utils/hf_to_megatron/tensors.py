@@ -49,12 +49,6 @@ def tensor_names(folder: str) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4)
-def stored_codes(folder: str) -> Mapping[str, str]:
-    """Return the dtype of every tensor in a checkpoint's files, as safetensors spells it."""
-    return {name: entry.dtype for name, entry in read_layout(folder).items()}
-
-
-@functools.lru_cache(maxsize=4)
 def stored_dtypes(folder: str) -> Mapping[str, torch.dtype]:
     """Return the dtype of every floating-point tensor of a checkpoint that is not quantized, experts one by one; none
     without files.
@@ -214,7 +208,7 @@ class HfTensors:
     @functools.cached_property
     def _names(self) -> dict[str, None]:
         names: dict[str, None] = {}
-        for name in logical_names(self._file_of):
+        for name in logical_names({name: stored.dtype for name, stored in self._layout.items()}):
             names.update(dict.fromkeys(tensors_in(name, self.stacks)))
         return names
 

@@ -19,7 +19,7 @@ from slime.ext.low_precision.folders.tensor_file import RowReader
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.hf_files import without_quantization
 from slime.weights.quantize.block_fp8 import DEFAULT_BLOCK, dequantize_block, num_blocks
-from slime.weights.quantize.formats import SCALE_NAMES, GroupInt, scale_of
+from slime.weights.quantize.formats import E8M0, FP8_CODES, SCALE_NAMES, GroupInt, scale_of
 from slime.weights.quantize.group_int import WORD_BITS, num_words
 from slime.weights.quantize.mxfp4 import (
     BLOCKS,
@@ -33,8 +33,7 @@ from slime.weights.quantize.mxfp4 import (
 from slime.weights.quantize.quantizer import read_format
 from slime.weights.stored_tensors import TORCH_DTYPES, StoredTensor, TensorInfo, read_bytes
 
-FP8_CODES = ("F8_E4M3", "F8_E5M2")
-SCALE_CODES = ("F32", "BF16", "F16", "F8_E8M0")
+SCALE_CODES = ("F32", "BF16", "F16", E8M0)
 ACTIVATION_SCALES = (".input_scale", ".activation_scale")
 EXPERT_DTYPE = "expert_dtype"
 """Key of config.json: experts are ``fp4``."""
@@ -122,7 +121,7 @@ def _is_quantized(source: HfSource, stored: StoredTensor) -> bool:
 
 
 def _is_e8m0(stored: StoredTensor) -> bool:
-    return stored.dtype == "F8_E8M0"
+    return stored.dtype == E8M0
 
 
 def _shape(stored: StoredTensor) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.quantize import read_format
+from slime.weights.quantize import Quantizer, read_format
+from slime.weights.quantize.formats import PackedFp4, read_weight
 from slime.weights.quantize.mxfp4 import dequantize, multiply_out, quantize_rows
 
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
@@ -78,9 +79,35 @@ def test_rows_are_rounded_to_the_nearest_number_and_ties_to_an_even_code() -> No
     assert bool(torch.signbit(values[0, 14])) and not torch.signbit(values[0, 16])
 
 
+def test_shapes_are_kept_without_rows_and_refused_without_whole_groups() -> None:
+    for rows, columns in ((0, 64), (3, 0)):
+        parts = PackedFp4().quantize("e.weight", torch.zeros(rows, columns), check_finite=True)
+        outputs = PackedFp4().outputs("e.weight", (rows, columns))
+        assert {part: (tuple(tensor.shape), tensor.dtype) for part, tensor in parts.items()} == outputs
+    with pytest.raises(ConfigError, match=r"e\.weight has rows of 40; in four bits they are multiples of 32"):
+        Quantizer(PackedFp4(), {"e.weight"}).quantize("e.weight", torch.zeros(4, 40))
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale"),
+    [
+        (torch.ones(4, 16, dtype=torch.int8), torch.ones(4, 1)),
+        (torch.ones(4, 16, dtype=torch.uint8), torch.full((4, 1), 127, dtype=torch.uint8)),
+    ],
+)
+def test_integers_are_numbers_of_four_bits_by_the_dtype_of_their_scale(weight: Tensor, scale: Tensor) -> None:
+    stored = {"e.weight": weight, "e.scale": scale}
+    with pytest.raises(DataError, match=f"{weight.dtype} with a scale in {scale.dtype}; .*torch.float8_e8m0fnu"):
+        read_weight("e.weight", stored.__getitem__, stored, None)
+    stored["e.scale"] = torch.ones(4, 1).to(torch.float8_e8m0fnu)
+    assert read_weight("e.weight", stored.__getitem__, stored, None).shape == (4, 32)
+
+
 def test_what_packed_rows_stand_for_is_not_rounded_again() -> None:
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight[3, 32:64] = 0
-    once = multiply_out(*quantize_rows(weight))
+    packed, scale = quantize_rows(weight)
+    once = multiply_out(packed, scale)
     assert torch.equal(multiply_out(*quantize_rows(once)), once)
+    assert scale[3, 1].float() == 2.0**-126, "the scale of zeros, the least that fp32 holds as a normal number"
     assert bool(torch.isfinite(once.float()).all()) and not once[3, 32:64].any()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import pytest
 import torch
+from torch import Tensor
 
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.quantize import Quantizer, as_stored, make_quantizer, quantized_names, read_format
@@ -20,6 +22,7 @@ from slime.weights.quantize.formats import (
     read_weight,
 )
 from slime.weights.quantize.quantizer import IgnoredModules, warn_of_unlisted_weights
+from slime.weights.stored_tensors import TensorInfo
 
 DEEPSEEK_V3 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 DYNAMIC_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
@@ -125,6 +128,10 @@ CONFIGS = {
 }
 
 
+def codes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: TensorInfo.of(name, tensor.dtype, tensor.shape).dtype for name, tensor in tensors.items()}
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_is_told_beforehand_is_what_is_made(name):
     quantizer = make_quantizer(CONFIGS[name], {UP})
@@ -136,7 +143,7 @@ def test_what_is_told_beforehand_is_what_is_made(name):
         assert all(t.is_contiguous() for _, t in made)
         # Read back as a checkpoint would be.
         stored = dict(made)
-        assert logical_names(stored) == [UP]
+        assert logical_names(codes(stored)) == [UP]
         restored = read_weight(UP, stored.__getitem__, stored, read_format(CONFIGS[name]))
         assert restored.shape == weight.shape
         assert (restored - weight).abs().max() <= (0.5 if "int4" in name else 0.25)
@@ -145,9 +152,9 @@ def test_what_is_told_beforehand_is_what_is_made(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_checkpoints_names_say_what_is_quantized(name):
     quantizer = make_quantizer(CONFIGS[name], {UP})
-    stored = {*dict(quantizer.quantize(UP, torch.ones(32, 32))), GATE, NORM}
+    stored = codes(dict(quantizer.quantize(UP, torch.ones(32, 32)))) | {GATE: "BF16", NORM: "BF16"}
     assert quantized_names(stored, read_format(CONFIGS[name])) == {UP}
-    assert set(logical_names(sorted(stored))) == {UP, GATE, NORM}
+    assert set(logical_names(stored)) == {UP, GATE, NORM}
 
 
 def test_a_weight_that_the_checkpoint_does_not_have_is_refused():
@@ -160,7 +167,7 @@ def test_a_weight_that_the_checkpoint_does_not_have_is_refused():
 
 def test_a_config_that_claims_what_the_names_do_not_show_is_refused():
     with pytest.raises(ConfigError, match=r"none of its 2 tensors is quantized .called \*.weight_scale_inv."):
-        quantized_names({UP, NORM}, read_format(DEEPSEEK_V3))
+        quantized_names({UP: "BF16", NORM: "BF16"}, read_format(DEEPSEEK_V3))
 
 
 @pytest.mark.parametrize(("config", "entry"), [
@@ -235,3 +242,20 @@ def test_a_scale_that_belongs_to_no_weight_is_a_tensor() -> None:
     stored = {"router.scale": "BF16", "router.proj.weight": "BF16", "a.weight": "F8_E4M3", "a.weight_scale_inv": "F32"}
     assert logical_names(stored) == ["router.scale", "router.proj.weight", "a.weight"]
     assert as_stored(BlockFp8((128, 128)), stored) == BlockFp8((128, 128))
+
+
+def test_a_scale_belongs_to_a_weight_of_few_bits_alone() -> None:
+    quantized = {"a.weight": "F8_E4M3", "a.scale": "F8_E8M0", "e.weight": "U8", "e.scale": "F8_E8M0"}
+    plain = {"n.weight": "BF16", "n.scale": "BF16", "i.weight": "U8", "i.scale": "U8", "alone.scale": "F8_E8M0"}
+    assert logical_names(quantized | plain) == ["a.weight", "e.weight", *plain]
+    found = as_stored(BlockFp8((128, 128)), quantized | plain)
+    assert quantized_names(quantized | plain, found) == {"a.weight", "e.weight"}
+    assert as_stored(BlockFp8((128, 128)), plain) == BlockFp8((128, 128)), "no weight has these exponents"
+
+
+@pytest.mark.parametrize("other", [{"b.weight_scale_inv": "F32"}, {"b.scale": "F32"}])
+def test_scales_of_two_kinds_in_one_checkpoint_are_refused(other: dict[str, str]) -> None:
+    stored = {"a.weight": "F8_E4M3", "a.scale": "F8_E8M0", "b.weight": "F8_E4M3", **other}
+    name = next(iter(other)).replace(".", r"\.")
+    with pytest.raises(ConfigError, match=rf"1 scales in F8_E8M0, such as a\.scale, and 1 .*{name} in F32"):
+        as_stored(BlockFp8((128, 128)), stored)
