@@ -48,6 +48,8 @@ from slime.utils.errors import ConfigError
 from slime.utils.files import language_config, read_model_config
 from slime.utils.net import format_host
 
+BLACKWELL, WORKSTATION_BLACKWELL = 10, 12
+"""Major compute capabilities."""
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _GPUS = "GPUs of an engine are --rollout-num-gpus-per-engine (times 1 / --sglang-pp-size)"
 _NODES = "it follows from --rollout-num-gpus-per-engine and --num-gpus-per-node"
@@ -232,6 +234,7 @@ def _check_layout(args: Namespace) -> None:
     problems = list(dict.fromkeys([*size_problems(args, layout), *quantized_problems(args, layout)]))
     problems += precision_problems(args, layout)
     problems += dict.fromkeys(own_quantization_problems(args, layout))
+    problems += dict.fromkeys(repacking_problems(args, layout, gpu=_gpu_generation()))
     problems += share_problems(args, layout)
     problems += nuclei_problems(args, layout)
     if args.sglang_config is not None:
@@ -400,6 +403,78 @@ def own_quantization_problems(args: Namespace, layout: SGLangConfig) -> Iterator
                         "quantizes weights by itself has no place for those of a push. Drop it, and give "
                         "--hf-checkpoint a folder in the format (tools/convert_hf_to_fp8.py)."
                     )
+
+
+def repacking_problems(args: Namespace, layout: SGLangConfig, *, gpu: int) -> Iterator[str]:
+    """Yield settings by which engines would repack DeepSeek-V4's published form after the load, for good: FP4 experts
+    and scales of one byte.
+
+    Args:
+        gpu: major compute capability of the engines' GPUs; 0 on a CPU, or where it is not known.
+    """
+    if args.debug_rollout_only or args.debug_train_only or not args.push_sends_model:
+        return
+    for model in layout.models:
+        has_fp4 = _has_fp4(model.model_path) if model.update_weights else None
+        if has_fp4 is None:
+            continue
+        for group in model.server_groups:
+            if group.worker_type in ("encoder", "placeholder"):
+                continue
+            for name, what, allowed in _repackers(args, group, gpu, has_fp4=has_fp4):
+                yield (
+                    f"{_BACKENDS[name]} (or the override {name} in --sglang-config) is {group.setting(args, name)!r}, "
+                    f"with which SGLang repacks {what} of {model.model_path} after the load: no push finds a place "
+                    f"for them. Allowed is {allowed}; or give --hf-checkpoint a folder in bf16 "
+                    "(tools/fp8_cast_bf16.py), which tools/convert_hf_to_fp8.py turns into FP8 with scales in fp32."
+                )
+
+
+def _has_fp4(folder: str) -> bool | None:
+    """Return True for a folder with weights in FP4, False for one with only scales of one byte, None for any other."""
+    quantization = read_config(folder).get("quantization_config") or {}
+    if quantization.get("quant_method") != "fp8" or not any(Path(folder).glob("*.safetensors")):
+        return None
+    from slime.weights.quantize import as_stored, read_format
+    from slime.weights.quantize.formats import TwoFormats
+    from slime.weights.stored_tensors import stored_codes
+
+    usual = read_format(quantization)
+    form = None if usual is None else as_stored(usual, stored_codes(folder))
+    return None if form == usual else isinstance(form, TwoFormats)
+
+
+_BACKENDS = {
+    "moe_runner_backend": "--sglang-moe-runner-backend",
+    "moe_a2a_backend": "--sglang-moe-a2a-backend",
+    "fp8_gemm_runner_backend": "--sglang-fp8-gemm-backend",
+}
+"""Field of ServerArgs -> its flag."""
+
+
+def _repackers(
+    args: Namespace, group: ServerGroupConfig, gpu: int, *, has_fp4: bool
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the field of each setting that has SGLang 0.5.15 repack something, what that is, and the value allowed."""
+    runner, exchange, gemm = (group.setting(args, name) for name in _BACKENDS)
+    tiles = runner in ("marlin", "flashinfer_mxfp4") or (runner == "auto" and gpu == WORKSTATION_BLACKWELL)
+    if has_fp4 and tiles:
+        yield "moe_runner_backend", "FP4 experts", "triton"
+    if has_fp4 and exchange == "megamoe":
+        yield "moe_a2a_backend", "FP4 experts", "none"
+    if gpu != BLACKWELL:  # elsewhere DeepGEMM reads the scales as they are
+        return
+    if gemm in ("auto", "deep_gemm"):
+        yield "fp8_gemm_runner_backend", "one-byte scales", "triton"
+    if runner == "deep_gemm" or (runner == "auto" and exchange in ("deepep", "mooncake", "nixl")):
+        yield "moe_runner_backend", "one-byte scales of experts", "triton"
+
+
+def _gpu_generation() -> int:
+    """Return the major compute capability of this machine's GPUs, which are like the engines'; 0 without any."""
+    import torch
+
+    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
 
 
 def cut_blocks(args: Namespace, path: str, group: ServerGroupConfig, config: dict[str, Any]) -> Iterator[str]:

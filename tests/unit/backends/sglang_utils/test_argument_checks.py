@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from slime.backends.sglang_utils.arguments import (
     cut_blocks,
     own_quantization_problems,
     precision_problems,
     quantized_problems,
+    repacking_problems,
 )
 from slime.backends.sglang_utils.sglang_config import (
     ModelConfig,
@@ -116,6 +121,62 @@ def test_engines_that_would_quantize_pushed_weights_by_themselves_are_refused(tm
     args = Namespace(**{"debug_rollout_only": False, **defaults, **options})
     problems = list(own_quantization_problems(args, SGLangConfig(models=tuple(models))))
     assert [next(name for name in found if f"/{name}, which" in problem) for problem in problems] == found
+
+
+def write_published(folder: Path, experts: torch.dtype) -> str:
+    """A folder of two matrices with scales of one byte, the second in the experts' dtype."""
+    scale = torch.ones(32, 1).to(torch.float8_e8m0fnu)
+    tensors = {
+        "layers.0.attn.wkv.weight": torch.ones(32, 32).to(torch.float8_e4m3fn),
+        "layers.0.attn.wkv.scale": scale.clone(),
+        "layers.0.ffn.experts.0.w1.weight": torch.ones(32, 16).to(experts),
+        "layers.0.ffn.experts.0.w1.scale": scale.clone(),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v4", **FP8}))
+    return str(folder)
+
+
+RUNNER, EXCHANGE, GEMM = "moe_runner_backend", "moe_a2a_backend", "fp8_gemm_runner_backend"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "experts", "flags", "overrides", "found"),
+    [
+        (0, torch.int8, {}, {}, []),
+        (9, torch.int8, {}, {}, []),
+        (9, torch.int8, {RUNNER: "marlin"}, {}, ["--sglang-moe-runner-backend .*'marlin'.* FP4 experts.*is triton"]),
+        (9, torch.int8, {}, {RUNNER: "flashinfer_mxfp4"}, ["override moe_runner_backend .*'flashinfer_mxfp4'"]),
+        (9, torch.int8, {RUNNER: "marlin"}, {RUNNER: "triton"}, []),
+        (9, torch.int8, {EXCHANGE: "megamoe"}, {}, ["--sglang-moe-a2a-backend .*'megamoe'.*is none"]),
+        (9, torch.float8_e4m3fn, {RUNNER: "marlin"}, {}, []),
+        (12, torch.int8, {}, {}, ["--sglang-moe-runner-backend .*'auto'.* FP4 experts"]),
+        (12, torch.float8_e4m3fn, {}, {}, []),
+        (10, torch.float8_e4m3fn, {}, {}, ["--sglang-fp8-gemm-backend .*'auto'.* one-byte scales .*is triton"]),
+        (10, torch.int8, {GEMM: "triton"}, {}, []),
+        (10, torch.int8, {GEMM: "triton", EXCHANGE: "deepep"}, {}, ["runner-backend .*'auto'.* scales of experts"]),
+        (10, torch.int8, {RUNNER: "deep_gemm"}, {GEMM: "deep_gemm"}, ["gemm-backend .*'deep_gemm'", "runner-backend"]),
+    ],
+)
+def test_engines_that_would_repack_a_published_form_for_good_are_refused(
+    tmp_path: Path, gpu: int, experts: torch.dtype, flags: dict[str, str], overrides: dict[str, str], found: list[str]
+) -> None:
+    group = ServerGroupConfig(worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides)
+    path = write_published(tmp_path, experts)
+    settings = {
+        f"sglang_{name}": flags.get(name, default)
+        for name, default in {RUNNER: "auto", EXCHANGE: "none", GEMM: "auto"}.items()
+    }
+    gates = {"debug_rollout_only": False, "debug_train_only": False, "push_sends_model": True}
+    for is_pushed in (True, False):
+        model = ModelConfig(name="default", model_path=path, update_weights=is_pushed, server_groups=(group,))
+        layout = SGLangConfig(models=(model,))
+        problems = list(repacking_problems(Namespace(**gates, **settings), layout, gpu=gpu))
+        assert len(problems) == (len(found) if is_pushed else 0), problems
+        for problem, pattern in zip(problems, found):
+            assert re.search(pattern, problem) and path in problem, problem
+        unpushed = Namespace(**gates | {"push_sends_model": False}, **settings)
+        assert not list(repacking_problems(unpushed, layout, gpu=gpu))
 
 
 def test_each_group_of_engines_is_judged_by_its_own_size_and_overrides():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from slime.backends.sglang_utils.arguments import (
     SLIME_DECIDES,
@@ -82,3 +85,20 @@ def test_what_cannot_work_is_refused_with_its_flags(parser, line, message):
 
 def test_ipv6_routers_are_bracketed(parser):
     assert parse(parser, "--sglang-router-ip ::1 --sglang-router-port 3000").sglang_router_ip == "[::1]"
+
+
+def test_a_published_form_that_engines_would_repack_is_refused_before_anything_starts(parser, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    scale = torch.ones(32, 1).to(torch.float8_e8m0fnu)
+    expert = {"experts.0.w1.weight": torch.ones(32, 16).to(torch.int8), "experts.0.w1.scale": scale}
+    save_file(expert, tmp_path / "model.safetensors")
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v4", "quantization_config": blocks}))
+    line = f"--rollout-num-gpus 1 --hf-checkpoint {tmp_path}"
+    kept = "--sglang-fp8-gemm-backend triton"
+    with pytest.raises(ConfigError, match=r"^--sglang-fp8-gemm-backend .*'auto', with which SGLang repacks one-byte"):
+        parse(parser, line)
+    with pytest.raises(ConfigError, match=r"^--sglang-moe-runner-backend .*'marlin', with which .* FP4 experts"):
+        parse(parser, f"{line} {kept} --sglang-moe-runner-backend marlin")
+    assert parse(parser, f"{line} {kept}").sglang_fp8_gemm_runner_backend == "triton"
