@@ -117,7 +117,7 @@ def test_a_core_imported_from_the_checkout_before_is_an_error_that_says_what_to_
     checkout = make_checkout(tmp_path / "Megatron-LM", is_package=False, has_metadata=False)
     (checkout / "megatron/core/__init__.py").write_text("")
     result = run_beside(
-        "import megatron.core, slime.arguments; slime.backends.megatron_utils.cpu_platform.check()", checkout
+        "import megatron.core; from slime.backends.megatron_utils import cpu_platform; cpu_platform.check()", checkout
     )
     assert "ConfigError: megatron.core was imported from " in result.stderr
     assert "take the Megatron-LM checkout off PYTHONPATH" in result.stderr
