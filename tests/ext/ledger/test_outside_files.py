@@ -17,7 +17,6 @@ from slime.utils.errors import DataError
 from slime.utils.types import Sample
 from tests.ext.ledger.test_ledger import Process
 from tests.unit.rollout.test_positions import Payload
-from tests.unit.utils.test_files import KINDS
 from tests.unit.utils.test_redaction import PLACES, assert_absent
 
 pytestmark = pytest.mark.timeout(30)  # a read that has no end fails
