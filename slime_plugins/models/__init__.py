@@ -3,7 +3,7 @@ the table of vision towers by model type.
 
 family.py         what defines ``FAMILIES`` (``slime.backends.megatron_utils.models``); imports no Megatron, no SGLang
 layers.py         what ``--spec`` names by the folder: the layers, where megatron-core's options do not describe them
-sglang_hooks.py   what it mends in SGLang (``slime.backends.sglang_utils.family_hooks``)
+sglang_hooks.py   what it mends in SGLang (``slime.backends.sglang_utils.hooks``)
 """
 
 from __future__ import annotations

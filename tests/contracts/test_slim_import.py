@@ -123,7 +123,7 @@ def test_a_program_imports_only_the_backends_that_its_run_has():
 
 
 def test_what_families_mend_in_sglang_imports_nothing_of_the_trainer():
-    hooks = ["slime.backends.sglang_utils.family_hooks", *family_files("*/sglang_hooks.py")]
+    hooks = ["slime.backends.sglang_utils.hooks", *family_files("*/sglang_hooks.py")]
     packages = {".".join(module.split(".")[:end]) for module in hooks for end in range(1, module.count(".") + 1)}
     starts = [path_of(module) for module in (*hooks, *packages)]
     assert len(hooks) > 1 and None not in starts

@@ -1,7 +1,4 @@
-"""Hooks of slime in SGLang's processes, through SGLang's own plugin registry; no file of SGLang is changed.
-
-``server_main`` registers the hooks in slime's engines; in an engine of somebody else SGLang finds them by the entry
-point of the installed package.
+"""The core's hooks in SGLang's processes.
 
 Every answer names its engine.
 A pause ends as soon as aborted requests have.
@@ -9,7 +6,6 @@ Scales that no push brings outlast a sleep.
 Decoding with Triton sees a whole window.
 Ids with images go to an encoder as text does, a flush forgets features of images, and a request that brings some is
 refused.
-What single model families need is in ``family_hooks``.
 """
 
 from __future__ import annotations
@@ -19,14 +15,13 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from functools import cache
 from typing import Any
 
 import torch
 
 from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.cpu_shim import delta_nets, native_layers, weights_checker
-from slime.backends.sglang_utils.family_hooks import family_hooks
+from slime.backends.sglang_utils.cpu_shim import TESTED_SGLANG, delta_nets, native_layers, weights_checker
+from slime.backends.sglang_utils.hooks import family_hooks, register_hooks
 from slime.backends.sglang_utils.request_check import (
     LOADING,
     UNREADABLE,
@@ -53,38 +48,31 @@ _TRITON_ATTENTION = "sglang.srt.layers.attention.triton_backend.TritonAttnBacken
 _RECEIVER = "sglang.srt.disaggregation.encode_receiver.MMReceiverBase"
 
 
-@cache  # one registry per process
 def register() -> None:
-    """Register the hooks; SGLang applies them when it starts its scheduler and its server.  Again: no effect."""
-    try:
-        import sglang
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    except ImportError:
-        logger.warning("this SGLang has no plugins: it runs without slime's hooks")
-        return
-    for target, hook, kind in (
-        (f"{_SLEEP}._export_static_state", _keep_own_scales, HookType.AROUND),
-        (f"{_SLEEP}._import_static_state", _restore_own_scales, HookType.AROUND),
-        (f"{_MEMORY}.pause", _wait_for_kernels, HookType.BEFORE),
-        (f"{_BATCH_INFO}.apply_logits_bias", _leave_a_token, HookType.AFTER),
-        (f"{_TOKENIZER_MANAGER}.generate_request", _generate, HookType.AROUND),
-        (f"{_TOKENIZER_MANAGER}.abort_request", _abort, HookType.AROUND),
-        (f"{_TOKENIZER_MANAGER}._create_tokenized_object", _check_sequence, HookType.AFTER),
-        (f"{_TOKENIZER}.apply_chat_template", _check_template, HookType.BEFORE),
-        (f"{_TOKENIZER}.encode", _check_text, HookType.BEFORE),
-        (f"{_TOKENIZER}.__call__", _check_text, HookType.BEFORE),
-        (f"{_TOKENIZER_MANAGER}.pause_generation", _pause, HookType.AROUND),
-        (f"{_RECEIVER}._process_waiting_requests", _receive_images, HookType.AROUND),
-        ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_images, HookType.AFTER),
-    ):
-        HookRegistry.register(target, hook, kind)
-    if sglang.__version__ == cpu_shim.TESTED_SGLANG and not cpu_shim.is_needed():
-        HookRegistry.register(f"{_TRITON_ATTENTION}.__init__", whole_window, HookType.AFTER)
-    for place, function, when in family_hooks():
-        HookRegistry.register(place, function, HookType(when))
-    for module in (native_layers, delta_nets, weights_checker) if cpu_shim.is_needed() else ():
-        for target, name in module.HOOKED.items():
-            HookRegistry.register(target, getattr(module, name), HookType.AROUND)
+    """Register the hooks of the core and of model families in this process; again: no effect."""
+    register_hooks(
+        (
+            (f"{_SLEEP}._export_static_state", _keep_own_scales, "around"),
+            (f"{_SLEEP}._import_static_state", _restore_own_scales, "around"),
+            (f"{_MEMORY}.pause", _wait_for_kernels, "before"),
+            (f"{_BATCH_INFO}.apply_logits_bias", _leave_a_token, "after"),
+            (f"{_TOKENIZER_MANAGER}.generate_request", _generate, "around"),
+            (f"{_TOKENIZER_MANAGER}.abort_request", _abort, "around"),
+            (f"{_TOKENIZER_MANAGER}._create_tokenized_object", _check_sequence, "after"),
+            (f"{_TOKENIZER}.apply_chat_template", _check_template, "before"),
+            (f"{_TOKENIZER}.encode", _check_text, "before"),
+            (f"{_TOKENIZER}.__call__", _check_text, "before"),
+            (f"{_TOKENIZER_MANAGER}.pause_generation", _pause, "around"),
+            (f"{_RECEIVER}._process_waiting_requests", _receive_images, "around"),
+            ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_images, "after"),
+        )
+    )
+    register_hooks(family_hooks())
+    if cpu_shim.is_needed():
+        for module in (native_layers, delta_nets, weights_checker):
+            register_hooks((target, getattr(module, name), "around") for target, name in module.HOOKED.items())
+    else:
+        register_hooks([(f"{_TRITON_ATTENTION}.__init__", whole_window, "after")], only_version=TESTED_SGLANG)
 
 
 def is_own_scale(name: str) -> bool:

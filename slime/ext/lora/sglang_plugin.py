@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from slime.backends.sglang_utils.hooks import register_hooks
 from slime.ext.lora.engine_adapters import ADAPTER_PREFIX, IN_ONE_BUFFER, named_parts
 
 _GATED = "_slime_gated_layers"
@@ -28,21 +29,20 @@ _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 
 
-@cache  # one registry per process
 def register() -> None:
     """Register the hooks; again: no effect."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for target, hook in (
-        (f"{_MANAGER}.generate_request", _generate),
-        ("sglang.srt.lora.lora_registry.LoRARegistry.wait_for_unload", _wait_for_unload),
-        (f"{_MANAGER}.load_lora_adapter_from_tensors", _serve_adapter),
-        ("sglang.srt.managers.tp_worker.BaseTpWorker.load_lora_adapter_from_tensors", _read_adapter),
-        (f"{_ADAPTER}._build_moe_gated_map", _gated_layers),
-        (f"{_ADAPTER}.initialize_weights_from_tensors", _take_adapter),
-        ("sglang.srt.model_executor.model_runner.ModelRunner.unload_lora_adapter", _unload_adapter),
-    ):
-        HookRegistry.register(target, hook, HookType.AROUND)
+    register_hooks(
+        (target, hook, "around")
+        for target, hook in (
+            (f"{_MANAGER}.generate_request", _generate),
+            ("sglang.srt.lora.lora_registry.LoRARegistry.wait_for_unload", _wait_for_unload),
+            (f"{_MANAGER}.load_lora_adapter_from_tensors", _serve_adapter),
+            ("sglang.srt.managers.tp_worker.BaseTpWorker.load_lora_adapter_from_tensors", _read_adapter),
+            (f"{_ADAPTER}._build_moe_gated_map", _gated_layers),
+            (f"{_ADAPTER}.initialize_weights_from_tensors", _take_adapter),
+            ("sglang.srt.model_executor.model_runner.ModelRunner.unload_lora_adapter", _unload_adapter),
+        )
+    )
 
 
 async def _generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:

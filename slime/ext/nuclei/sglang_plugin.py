@@ -1,8 +1,6 @@
 """Hooks in SGLang's processes by which an engine returns the nuclei that it draws from.
 
 A request with ``custom_params: {"return_top_p_token_ids": true}`` gets them, and log-probs renormalised over them.
-The processes of engines that slime starts register the hooks; in an engine of somebody else SGLang finds them by the
-entry point of the installed package.
 
 A token's nucleus goes with SGLang's ``customized_info``: sampler, scheduler, detokenizer and tokenizer manager each
 know a list with one entry per token.
@@ -12,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from functools import cache
 from typing import Any
 
+from slime.backends.sglang_utils.hooks import register_hooks
 from slime.ext.nuclei.nuclei import IDS_KEY, Capture, pack_meta
 from slime.utils.sglang_meta import TOP_P_ASK
 
@@ -27,24 +25,20 @@ _SAMPLER = "sglang.srt.layers.sampler.Sampler"
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
-@cache  # one registry per process
 def register() -> None:
     """Register the hooks; again: no effect."""
-    try:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    except ImportError:
-        return  # the core's plugin warns
-    for target, hook, kind in (
-        (f"{_BATCH_INFO}.from_schedule_batch", _mark, HookType.AFTER),
-        (f"{_BATCH_INFO}.filter_batch", _filter, HookType.AFTER),
-        (f"{_BATCH_INFO}.merge_batch", _merge, HookType.AROUND),
-        (f"{_BATCH_INFO}.copy_for_forward", _copy, HookType.AFTER),
-        (f"{_SAMPLER}.forward", _forward, HookType.AROUND),
-        (f"{_SAMPLER}._sample_from_probs", _sample_from_probs, HookType.AROUND),
-        (f"{_SAMPLER}._attach_logprobs_to_output", _attach_log_probs, HookType.AFTER),
-        (f"{_MANAGER}.generate_request", _packed, HookType.AFTER),
-    ):
-        HookRegistry.register(target, hook, kind)
+    register_hooks(
+        (
+            (f"{_BATCH_INFO}.from_schedule_batch", _mark, "after"),
+            (f"{_BATCH_INFO}.filter_batch", _filter, "after"),
+            (f"{_BATCH_INFO}.merge_batch", _merge, "around"),
+            (f"{_BATCH_INFO}.copy_for_forward", _copy, "after"),
+            (f"{_SAMPLER}.forward", _forward, "around"),
+            (f"{_SAMPLER}._sample_from_probs", _sample_from_probs, "around"),
+            (f"{_SAMPLER}._attach_logprobs_to_output", _attach_log_probs, "after"),
+            (f"{_MANAGER}.generate_request", _packed, "after"),
+        )
+    )
 
 
 def _mark(info: Any, cls: type, batch: Any, *args: Any, **options: Any) -> None:

@@ -30,6 +30,8 @@ from typing import Any
 
 import zmq
 
+from slime.backends.sglang_utils.hooks import Hook
+
 logger = logging.getLogger(__name__)
 
 SEND_TIMEOUT_MS = 1000
@@ -221,7 +223,7 @@ def abort_in_scheduler(original: Callable[..., None], scheduler: Any, request: A
             sender.clear()
 
 
-HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
+HOOKS: tuple[Hook, ...] = (
     (f"{_COMMON}.CommonKVManager.__init__", guard_tables, "after"),
     (f"{_COMMON}.CommonKVManager._connect", guard_prefill_socket, "after"),
     (f"{_COMMON}.CommonKVReceiver._connect", guard_decode_socket, "after"),
@@ -233,6 +235,6 @@ HOOKS: tuple[tuple[str, Callable[..., Any], str], ...] = (
     (f"{_COMMON}.CommonKVSender.clear", clear_sender, "before"),
     ("sglang.srt.managers.scheduler.Scheduler.abort_request", abort_in_scheduler, "around"),
 )
-"""Target, hook and kind, for the one version of SGLang that they were written for."""
+"""For the one version of SGLang that they were written for."""
 LONELY_ROOMS = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped"
 """Target of :func:`end_lonely_rooms`, after which that is called."""

@@ -1,19 +1,15 @@
-"""Hooks in the processes of prefill and decode engines (``request_halves``), and a transfer engine without a GPU.
-
-The processes of engines that slime starts register them; in an engine of somebody else SGLang finds them by the entry
-point of the installed package.
-"""
+"""Hooks in the processes of prefill and decode engines (``request_halves``), and a transfer engine without a GPU."""
 
 from __future__ import annotations
 
 import sys
-from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 from slime.backends.sglang_utils import cpu_shim
+from slime.backends.sglang_utils.hooks import register_hooks
 from slime.ext.prefill_decode.request_halves import HOOKS, LONELY_ROOMS, end_lonely_rooms
 
 
@@ -28,20 +24,9 @@ def register(patience_s: float | None = None) -> None:
     """Register the hooks; again, as SGLang does by the entry point in slime's own engines: no effect."""
     if patience_s is not None:
         Patience.seconds = patience_s
-    _register()
-
-
-@cache  # one registry per process
-def _register() -> None:
-    import sglang
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     if cpu_shim.is_needed() and "mooncake" not in sys.modules and find_spec("mooncake") is None:
         install_transfer_engine()
-    if sglang.__version__ != cpu_shim.TESTED_SGLANG:
-        return
-    for target, hook, kind in (*HOOKS, (LONELY_ROOMS, _end_lonely_rooms, "after")):
-        HookRegistry.register(target, hook, HookType(kind))
+    register_hooks((*HOOKS, (LONELY_ROOMS, _end_lonely_rooms, "after")), only_version=cpu_shim.TESTED_SGLANG)
 
 
 def _end_lonely_rooms(result: Any, queue: Any, *args: Any, **options: Any) -> None:

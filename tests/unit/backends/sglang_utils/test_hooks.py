@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pkgutil
 import sys
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from slime.backends.sglang_utils import cpu_shim
-from slime.backends.sglang_utils.family_hooks import family_hooks
+from slime.backends.sglang_utils import cpu_shim, hooks
+from slime.backends.sglang_utils.hooks import family_hooks
 from slime_plugins.models.gemma4 import sglang_hooks as gemma4
 from slime_plugins.models.glm4 import sglang_hooks as glm4v
 from slime_plugins.models.mistral3 import sglang_hooks as mistral3
@@ -96,3 +97,19 @@ def test_mistral3_finds_the_classes_of_its_parts_and_imports_no_other_model() ->
     before = set(sys.modules)
     assert {config: mistral3.by_name(pytest.fail, None, auto[config])[config] for config in auto} == expected
     assert not set(sys.modules) - before
+
+
+@pytest.mark.parametrize(("only_version", "num_hooks"), [(None, 1), (cpu_shim.TESTED_SGLANG, 1), ("0.0.1", 0)])
+def test_a_hook_is_registered_once_and_only_for_the_version_that_it_needs(
+    only_version: str | None, num_hooks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu_shim.install()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    monkeypatch.setattr(hooks, "_registered", set())
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    for _ in range(2):
+        hooks.register_hooks([("sglang.a.function", pytest.fail, "before")], only_version=only_version)
+    assert [(one, when) for when, one, _ in HookRegistry._hooks["sglang.a.function"]] == (
+        [(pytest.fail, HookType.BEFORE)] * num_hooks
+    )

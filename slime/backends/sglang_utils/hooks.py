@@ -1,0 +1,67 @@
+"""Register functions as hooks in SGLang's processes, through SGLang's own plugin registry; no file of it is changed.
+
+The processes of engines that slime starts call the ``register`` of each plug-in; in an engine of somebody else SGLang
+finds the same functions by the entry points of the installed package.
+
+Model families have theirs in a file ``sglang_hooks.py`` in their folders, as a tuple ``HOOKS``.  Being there registers
+them in every process of every engine; SGLang's classes are imported inside of the functions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from slime.weights.family_files import family_files
+
+logger = logging.getLogger(__name__)
+
+Hook = tuple[str, Callable[..., Any], str]
+"""Import path of a function of SGLang, the function to call, and when: ``before``, ``after``, ``around`` it, or
+``replace``.
+"""
+
+_registered: set[Hook] = set()
+"""By this process."""
+
+
+def register_hooks(hooks: Iterable[Hook], *, only_version: str | None = None) -> None:
+    """Register hooks; SGLang applies them when it starts its scheduler and its server.
+
+    Those that this process has registered are left out, so a plug-in may be called by slime and by SGLang.
+
+    Args:
+        hooks: what to register.
+        only_version: the version of SGLang that they need; in any other one none is registered.
+    """
+    if not _has_plugins():
+        return
+    import sglang
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if only_version not in (None, sglang.__version__):
+        return
+    for hook in hooks:
+        if hook not in _registered:
+            _registered.add(hook)
+            target, function, when = hook
+            HookRegistry.register(target, function, HookType(when))
+
+
+@cache  # it warns
+def _has_plugins() -> bool:
+    try:
+        import sglang.srt.plugins.hook_registry  # noqa: F401 - is it there
+    except ImportError:
+        logger.warning("this SGLang has no plugins: it runs without slime's hooks")
+        return False
+    return True
+
+
+def family_hooks() -> tuple[Hook, ...]:
+    """Return the hooks of all families."""
+    modules = map(import_module, family_files("*/sglang_hooks.py"))
+    return tuple(hook for module in modules for hook in module.HOOKS)
