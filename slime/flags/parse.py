@@ -97,16 +97,17 @@ def parse_args(
 
 def _value_origins(args: Namespace, parsed: Mapping[str, Any], parser: Parser, words: Sequence[str]) -> dict[str, str]:
     """Return attribute -> flag, yaml or derived, of those that have not the default of their flag."""
-    given = {action.dest for word in words if (action := parser._option_string_actions.get(word.partition("=")[0]))}
+    flags = parser._option_string_actions
+    given = {flags[flag].dest for word in words if (flag := word.partition("=")[0]) in flags}
+    defaults = parser.defaults()
     laid_over = overlaid_names(args.custom_config_path, args.megatron_config_path)
     origins: dict[str, str] = {}
     for name, value in vars(args).items():
-        default = parser.get_default(name)
         if name in laid_over:
             origins[name] = "yaml"
         elif name in given and parsed[name] is value:
             origins[name] = "flag"
-        elif value is not default and str(value) != str(default):
+        elif value is not (default := defaults.get(name)) and str(value) != str(default):
             origins[name] = "derived"
     return origins
 

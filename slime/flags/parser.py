@@ -60,6 +60,11 @@ class Parser(argparse.ArgumentParser):
         found = [action for action in self._actions if action.dest == attribute and attribute != "help"]
         return next((action for action in found if action.nargs != 0), found[0] if found else None)
 
+    def defaults(self) -> dict[str, Any]:
+        """Return attribute -> default, of every flag that has one."""
+        of_flags = {action.dest: action.default for action in reversed(self._actions) if action.default is not None}
+        return self._defaults | of_flags
+
     def value_from_file(self, action: argparse.Action, value: Any, source: str) -> Any:
         """Return a value that a YAML file has for a flag, as the command line would give it.
 
