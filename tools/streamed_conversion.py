@@ -31,9 +31,10 @@ from slime.backends.megatron_utils.checkpoint import (
 )
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import HostPlanner, Shards, write_checkpoint
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.hf_to_megatron import check_all_used, read_shard, weight_map_of
+from slime.backends.megatron_utils.hf_to_megatron import check_all_used, read_shard
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors
 from slime.backends.megatron_utils.model import build_model
+from slime.backends.megatron_utils.models import family_of_folder
 from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters
 from slime.compose import parts
@@ -62,7 +63,7 @@ def convert_hf_checkpoint(args: Namespace, source: str | Path) -> Path:
     folder = checkpoint_folder(args.save, RELEASE)
     make_empty_folder(folder)
     with HfTensors(source, verify=args.verify_checkpoint) as tensors, _progress() as bar:
-        weight_map, dims = weight_map_of(source, args.model_name), model_dims(args)
+        weight_map, dims = family_of_folder(source, args.model_name).weight_map, model_dims(args)
         weights = _Weights(model, tensors, weight_map, dims, bar)
         state = {**common_state(args, RELEASE), **model_state(model)}
         # One file: its tensors are written in their order, so that what is read serves those that follow.

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, S
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron import local_part
 from slime.backends.megatron_utils.layers.experts import gate_up_entry
-from slime.backends.megatron_utils.models import weight_map_of_run
+from slime.backends.megatron_utils.models import family_of_folder
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.backends.megatron_utils.parameters import (
     Shard,
@@ -248,4 +248,4 @@ def adapter_table(args: Namespace) -> AdapterTable:
     """Return the table of a run that has adapters."""
     config = lora_config(args)
     assert config is not None
-    return AdapterTable(weight_map_of_run(args.model_name, args.hf_checkpoint), config, model_dims(args))
+    return AdapterTable(family_of_folder(args.hf_checkpoint, args.model_name).weight_map, config, model_dims(args))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.backends.megatron_utils.models import find_family, weight_map_of_run
+from slime.backends.megatron_utils.models import family_of_folder
 from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.ext.lora.engine_adapters import as_engines_call
 from slime.ext.lora.flags import ALL_LINEAR, LoraConfig, engine_adapters, lora_base, lora_config
@@ -18,7 +18,6 @@ from slime.ext.lora.peft_folder import TENSOR_FILE, read_peft_config
 from slime.flags.config import backend_flags
 from slime.flags.group import flag_of
 from slime.utils.errors import ConfigError, DataError
-from slime.utils.files import read_model_type
 from slime.weights.stored_tensors import read_header
 
 _LINEAR = re.compile(
@@ -88,7 +87,7 @@ def check_targets(args: Namespace) -> None:
             f"--moe-router-bias-update-rate is {args.moe_router_bias_update_rate:g}, and --lora-rank {config.rank} "
             "leaves all but the adapters as it is; give 0."
         )
-    weight_map = weight_map_of_run(args.model_name, args.hf_checkpoint)
+    weight_map = family_of_folder(args.hf_checkpoint, args.model_name).weight_map
     rules = [rule for rule in weight_map.layer if has_adapter(weight_map, rule.megatron)]
     stacked = [name for rule in rules for name in rule.hf if not name.endswith(".weight") and config.chooses(name)]
     for flag in ("lora_load", "lora_save"):
@@ -147,7 +146,7 @@ def engine_settings(args: Namespace) -> dict[str, Any]:
 
 
 def _modules(args: Namespace, config: LoraConfig, *, flag: str, remedy: str) -> set[str]:
-    family = find_family(args.model_name or read_model_type(args.hf_checkpoint))
+    family = family_of_folder(args.hf_checkpoint, args.model_name)
     weight_map = family.weight_map
     by_parent: dict[str, set[str]] = {}
     refused: set[str] = set()

@@ -16,7 +16,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 # isort: split
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.model_transform import ModelTransform
-from slime.backends.megatron_utils.models import weight_map_of_run
+from slime.backends.megatron_utils.models import family_of_folder
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
 from slime.ext.low_precision.rounding import fake_quantize_int4
 from slime.ext.low_precision.selection import Int4Selection
@@ -42,7 +42,7 @@ class FakeInt4(ModelTransform):
     def _chosen(self, chunk: torch.nn.Module) -> set[int]:
         """Return the ``id`` of every parameter to round."""
         selection, dims = Int4Selection(self.args), model_dims(self.args)
-        weight_map = weight_map_of_run(self.args.model_name, self.args.hf_checkpoint)
+        weight_map = family_of_folder(self.args.hf_checkpoint, self.args.model_name).weight_map
         chosen: set[int] = set()
         for shard in iter_shards([chunk]):
             if id(shard.parameter) in chosen:

@@ -19,32 +19,18 @@ from torch import Tensor
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import HfTensors, stored_dtypes
 from slime.backends.megatron_utils.layers.value_head import is_of_value_head
-from slime.backends.megatron_utils.models import WeightMap, family_of, find_weight_map
+from slime.backends.megatron_utils.models import WeightMap, family_of, family_of_folder
 from slime.backends.megatron_utils.models.rule import EMBEDDING, FP32, OUTPUT_LAYER, from_hf
 from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY, pad_vocabulary, tensor_parallel_slice
 from slime.backends.megatron_utils.parameters import Shard, iter_global_parameters, tensor_parallel_group
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import DataError
-from slime.utils.files import read_model_config, read_model_type
+from slime.utils.files import read_model_config
 from slime.weights.named_tensors import check_finite, config_dtype, dtype_name
 
 logger = logging.getLogger(__name__)
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-
-
-def weight_map_of(path: str | Path, model_name: str | None) -> WeightMap:
-    """Return the weight map of a checkpoint's model type, or of ``--model-name`` where that type is not known.
-
-    Raises:
-        ConfigError: there is none; the message lists those there are.
-    """
-    model_type = read_model_type(path)
-    return find_weight_map(model_type if _is_known(model_type) else model_name or model_type)
-
-
-def _is_known(model_type: str) -> bool:
-    return family_of({"model_type": model_type}) is not None
 
 
 def keep_fp32(model: Sequence[torch.nn.Module], folder: str, model_name: str | None, dims: ModelDims) -> None:
@@ -53,9 +39,9 @@ def keep_fp32(model: Sequence[torch.nn.Module], folder: str, model_name: str | N
     Where the whole folder is in fp32, the precision of the run counts, except for what every engine holds in fp32.
     """
     dtypes = stored_dtypes(folder)
-    if torch.float32 not in dtypes.values() or not (model_name or _is_known(read_model_type(folder))):
+    if torch.float32 not in dtypes.values() or not (model_name or family_of(read_model_config(folder))):
         return
-    weight_map = weight_map_of(folder, model_name)
+    weight_map = family_of_folder(folder, model_name).weight_map
     is_mixed = config_dtype(read_model_config(folder)) != torch.float32
     for name, shard in iter_global_parameters(model):
         is_of_layer = name.startswith(("decoder.", "mtp.")) and name.endswith(FP32)
@@ -81,7 +67,7 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
         ConfigError: the model type is not known.
         DataError: a tensor is missing (also a KeyError), has another shape, or would be left unused.
     """
-    weight_map = weight_map_of(path, args.model_name)
+    weight_map = family_of_folder(path, args.model_name).weight_map
     shape = model_dims(args)
     start = time.monotonic()
     num_bytes = 0

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from slime.backends.megatron_utils.models.family import ModelFamily
@@ -97,9 +97,15 @@ def dtype_of_fp32(config: Mapping[str, Any]) -> str:
     return family.engine_dtype if family else "float16"
 
 
-def weight_map_of_run(model_name: str | None, hf_checkpoint: str) -> WeightMap:
-    """Return the table of the model that a run trains: of ``--model-name``, else of ``--hf-checkpoint``."""
-    return find_weight_map(model_name or read_model_type(hf_checkpoint))
+def family_of_folder(folder: str | Path, model_name: str | None) -> ModelFamily:
+    """Return the family by whose names a Hugging Face folder is read, and weights are written for it.
+
+    ``--model-name`` decides, as it does for pushes; without it the model type of the folder's config.json.
+
+    Raises:
+        ConfigError: that family is unknown; the message lists the known ones.
+    """
+    return find_family(model_name or read_model_type(folder))
 
 
 def find_weight_map(model_name: str) -> WeightMap:
