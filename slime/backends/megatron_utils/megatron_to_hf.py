@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,9 @@ from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
 from slime.utils.files import read_model_config
 from slime.weights.named_tensors import NamedTensors
-from slime.weights.quantize import Quantizer, as_stored, make_quantizer, quantized_names, read_format
+from slime.weights.quantize import Quantizer, as_stored, quantized_names, read_quantization
 from slime.weights.quantize.block_fp8 import transform_scale_ue8m0
 from slime.weights.quantize.formats import BlockFp8
-from slime.weights.quantize.quantizer import warn_of_unlisted_weights
 from slime.weights.stored_tensors import stored_codes
 
 
@@ -101,8 +101,8 @@ def checkpoint_quantizer(
         ConfigError: the format is not supported, the folder is not local, holds nothing quantized, or contradicts its
             own config.
     """
-    weight_format = read_format(quantization_config, scale_dtype=dtype)
-    if weight_format is None or quantization_config is None:
+    config = read_quantization(quantization_config, scale_dtype=dtype)
+    if config is None:
         return None
     folder = str(hf_checkpoint)
     stored = stored_names(folder)
@@ -112,17 +112,14 @@ def checkpoint_quantizer(
             "quantized; download it and give the folder's path"
         )
     dtypes = stored_codes(folder)
-    quantized = quantized_names(dtypes, as_stored(weight_format, dtypes))
-    plain = plain_weights(read_model_config(folder))
-    warn_of_unlisted_weights(quantization_config, stored, quantized, plain)
-    return make_quantizer(
-        quantization_config,
-        quantized,
-        known_names=tensor_names(folder),
-        dtype=dtype,
-        ue8m0=isinstance(weight_format, BlockFp8) and sglang.wants_ue8m0_scales(weight_format.block),
-        stored=dtypes,
-    )
+    weight_format = config.format
+    if isinstance(weight_format, BlockFp8) and sglang.wants_ue8m0_scales(weight_format.block):
+        weight_format = replace(weight_format, ue8m0=True)
+    weight_format = as_stored(weight_format, dtypes)
+    quantized = quantized_names(dtypes, weight_format)
+    config.warn_of_unlisted_weights(stored, quantized, plain_weights(read_model_config(folder)))
+    config.check_names(quantized)
+    return Quantizer(weight_format, quantized, known_names=tensor_names(folder))
 
 
 _last: tuple[str, Mapping[str, Any], torch.dtype, Quantizer | None] | None = None

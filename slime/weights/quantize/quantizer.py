@@ -1,7 +1,7 @@
 """Named tensors on their way to engines that hold some of them quantized, as the ``quantization_config`` says.
 
-:func:`read_format` reads which format the config of a checkpoint asks for, :class:`IgnoredModules` which modules it
-leaves alone; a :class:`Quantizer` makes the tensors.
+:func:`read_quantization` reads the config of a checkpoint: the format, and which modules it leaves alone.  A
+:class:`Quantizer` makes the tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -114,33 +114,6 @@ class Quantizer:
         return [(_part_name(name, part), value) for part, value in parts.items()]
 
 
-def make_quantizer(
-    quantization_config: Mapping[str, Any] | None,
-    quantized_names: Collection[str],
-    *,
-    known_names: Collection[str] | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    ue8m0: bool = False,
-    stored: Mapping[str, str] | None = None,
-) -> Quantizer | None:
-    """Return the quantizer for a checkpoint; None for an unquantized one.
-
-    Args:
-        quantized_names: ``X.weight`` of all that is quantized: :func:`quantized_names`, or what a converter chooses.
-        known_names: as :class:`Quantizer` has it.
-        ue8m0: scales of fp8 blocks are powers of two, even where the config does not ask for them.
-        stored: as :func:`as_stored` has it.
-
-    Raises:
-        ConfigError: the format is not supported, or the config says that something is left alone that is quantized.
-    """
-    weight_format = read_format(quantization_config, scale_dtype=dtype, ue8m0=ue8m0)
-    if weight_format is None or quantization_config is None:
-        return None
-    check_ignored_modules(quantization_config, quantized_names)
-    return Quantizer(as_stored(weight_format, stored or {}), quantized_names, known_names=known_names)
-
-
 def as_stored(weight_format: WeightFormat, stored: Mapping[str, str]) -> WeightFormat:
     """Return the format as the files of a checkpoint show it, of which its config.json says less.
 
@@ -193,47 +166,53 @@ def quantized_names(stored: Mapping[str, str], weight_format: WeightFormat) -> f
     return found
 
 
-def check_ignored_modules(quantization_config: Mapping[str, Any], quantized_names: Collection[str]) -> None:
-    """Refuse a config whose list of unquantized modules has one that is quantized: engines would drop its scales.
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """What the ``quantization_config`` of a checkpoint says, read once.
 
-    Raises:
-        ConfigError: naming the module and the entry of the list.
+    Attributes:
+        format: of the quantized weights.
+        ignored: the modules that are left alone.
     """
-    ignored = IgnoredModules(quantization_config)
-    for name in sorted(quantized_names):
-        entry = ignored.find(name.removesuffix(SUFFIX))
-        if entry is not None:
-            raise ConfigError(
-                f"--hf-checkpoint has {name} quantized, but its quantization_config lists {entry!r} among the modules "
-                "that are not; correct the list in config.json, or convert the checkpoint again"
-            )
 
+    format: WeightFormat
+    ignored: IgnoredModules
 
-def warn_of_unlisted_weights(
-    quantization_config: Mapping[str, Any],
-    stored_names: Collection[str],
-    quantized_names: Collection[str],
-    plain: PlainWeights | None = None,
-) -> list[str]:
-    """Warn of weights that look as if they should be quantized, are not, and are not listed as such.
+    def check_names(self, quantized_names: Collection[str]) -> None:
+        """Refuse a list of unquantized modules with one that is quantized: engines would drop its scales.
 
-    Args:
-        plain: of the family.
-    """
-    ignored = IgnoredModules(quantization_config)
-    unlisted = sorted(
-        name
-        for name in stored_names
-        if name not in quantized_names
-        and is_quantized_offline(name, plain=plain)
-        and ignored.find(name.removesuffix(SUFFIX)) is None
-    )
-    if unlisted:
-        logger.warning(
-            "--hf-checkpoint has %d matrices unquantized that its quantization_config does not list as such, for "
-            "example %s; engines may read them as quantized ones.", len(unlisted), unlisted[0],
-        )  # fmt: skip
-    return unlisted
+        Raises:
+            ConfigError: naming the module and the entry of the list.
+        """
+        for name in sorted(quantized_names):
+            entry = self.ignored.find(name.removesuffix(SUFFIX))
+            if entry is not None:
+                raise ConfigError(
+                    f"--hf-checkpoint has {name} quantized, but its quantization_config lists {entry!r} among the "
+                    "modules that are not; correct the list in config.json, or convert the checkpoint again"
+                )
+
+    def warn_of_unlisted_weights(
+        self, stored_names: Collection[str], quantized_names: Collection[str], plain: PlainWeights | None = None
+    ) -> list[str]:
+        """Warn of weights that look as if they should be quantized, are not, and are not listed as such.
+
+        Args:
+            plain: of the family.
+        """
+        unlisted = sorted(
+            name
+            for name in stored_names
+            if name not in quantized_names
+            and is_quantized_offline(name, plain=plain)
+            and self.ignored.find(name.removesuffix(SUFFIX)) is None
+        )
+        if unlisted:
+            logger.warning(
+                "--hf-checkpoint has %d matrices unquantized that its quantization_config does not list as such, for "
+                "example %s; engines may read them as quantized ones.", len(unlisted), unlisted[0],
+            )  # fmt: skip
+        return unlisted
 
 
 def _part_name(name: str, part: str) -> str:
@@ -243,14 +222,26 @@ def _part_name(name: str, part: str) -> str:
 # --- quantization_config of a config.json ---------------------------------------------------------------------------
 
 
+def read_quantization(
+    quantization_config: Config | None, *, scale_dtype: torch.dtype = torch.bfloat16
+) -> QuantizationConfig | None:
+    """Return what the config of a quantized checkpoint says; None for an unquantized one.
+
+    Args and errors are those of :func:`read_format`.
+    """
+    weight_format = read_format(quantization_config, scale_dtype=scale_dtype)
+    if weight_format is None or quantization_config is None:
+        return None
+    return QuantizationConfig(weight_format, IgnoredModules(quantization_config))
+
+
 def read_format(
-    quantization_config: Config | None, *, scale_dtype: torch.dtype = torch.bfloat16, ue8m0: bool = False
+    quantization_config: Config | None, *, scale_dtype: torch.dtype = torch.bfloat16
 ) -> WeightFormat | None:
     """Return the format of a quantized checkpoint; None for an unquantized one.
 
     Args:
         scale_dtype: of the scales of integers: the one in which engines hold unquantized weights.
-        ue8m0: scales of fp8 blocks are powers of two, even where the config does not ask for them.
 
     Raises:
         ConfigError: the format, or a variant of it, cannot be made; the message names it and those that can.
@@ -261,9 +252,9 @@ def read_format(
     method = quantization_config.get("quant_method")
     try:
         if method == "fp8":
-            return _fp8(quantization_config, ue8m0)
+            return _fp8(quantization_config)
         if method == "compressed-tensors":
-            return _compressed_tensors(quantization_config, scale_dtype, ue8m0)
+            return _compressed_tensors(quantization_config, scale_dtype)
     except (AttributeError, TypeError, KeyError) as error:
         shown = str(dict(quantization_config))[:300]
         raise ConfigError(
@@ -323,7 +314,7 @@ class IgnoredModules:
         return None
 
 
-def _fp8(config: Config, ue8m0: bool) -> WeightFormat:
+def _fp8(config: Config) -> WeightFormat:
     number_format = config.get("fmt") or "e4m3"
     # Written like DeepSeek's (e4m3) or like torch's dtype (MiniMax-M2: float8_e4m3fn).
     if not str(number_format).removesuffix("fn").endswith("e4m3"):
@@ -337,10 +328,10 @@ def _fp8(config: Config, ue8m0: bool) -> WeightFormat:
     scale_format = config.get("scale_fmt")
     if scale_format not in (None, "float", "float32", "ue8m0"):
         raise _unsupported(f"fp8 with scale_fmt {scale_format}")
-    return BlockFp8(_block_size(block, "weight_block_size"), ue8m0=ue8m0 or scale_format == "ue8m0")
+    return BlockFp8(_block_size(block, "weight_block_size"), ue8m0=scale_format == "ue8m0")
 
 
-def _compressed_tensors(config: Config, scale_dtype: torch.dtype, ue8m0: bool) -> WeightFormat:
+def _compressed_tensors(config: Config, scale_dtype: torch.dtype) -> WeightFormat:
     kind = config.get("format")
     if config.get("linear_fp8_config"):
         raise _unsupported("compressed-tensors with linear_fp8_config")
@@ -374,7 +365,7 @@ def _compressed_tensors(config: Config, scale_dtype: torch.dtype, ue8m0: bool) -
             return TensorFp8()
         if strategy == "block":
             block = _block_size(weights.get("block_structure") or DEFAULT_BLOCK, "block_structure")
-            return BlockFp8(block, ue8m0=ue8m0, marker="weight_scale")
+            return BlockFp8(block, marker="weight_scale")
     raise _unsupported(described)
 
 

@@ -9,7 +9,7 @@ from slime.backends.megatron_utils.models import find_weight_map
 from slime.ext.low_precision.folders.run import rewrite_folder
 from slime.ext.low_precision.folders.to_quantized import PLAIN_IN_INT4, to_fp8, to_int4
 from slime.utils.errors import ConfigError, DataError
-from slime.weights.quantize import make_quantizer, quantized_names, read_format
+from slime.weights.quantize import Quantizer, quantized_names, read_quantization
 from slime.weights.quantize.block_fp8 import quantize_block, quantize_channel, quantize_tensor
 from slime.weights.quantize.formats import PlainWeights
 from slime.weights.stacked_experts import by_expert
@@ -57,8 +57,10 @@ def test_a_push_gives_the_bytes_of_the_offline_conversion(tmp_path):
         rewrite_folder(recipe, source, tmp_path / name, workers=2)
         written = read_folder(tmp_path / name)
         config = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
-        chosen = quantized_names(stored_codes(str(tmp_path / name)), read_format(config))
-        quantizer = make_quantizer(config, chosen, known_names=tensors.keys())
+        asked = read_quantization(config)
+        chosen = quantized_names(stored_codes(str(tmp_path / name)), asked.format)
+        asked.check_names(chosen)
+        quantizer = Quantizer(asked.format, chosen, known_names=tensors.keys())
         pushed = dict(pair for item in tensors.items() for pair in quantizer.quantize(*item))
         assert pushed.keys() == written.keys()
         assert [key for key in pushed if not same_bytes(pushed[key], written[key])] == [], name

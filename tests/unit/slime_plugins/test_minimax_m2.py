@@ -17,7 +17,7 @@ from slime.backends.megatron_utils.flags.config_builders import transformer_conf
 from slime.backends.megatron_utils.flags.hf_config_check import check_engine_keys
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.utils.errors import ConfigError
-from slime.weights.quantize import make_quantizer
+from slime.weights.quantize import Quantizer, read_quantization
 from slime.weights.quantize.formats import is_quantized_offline
 from slime_plugins.models.minimax_m2.layers import AllHeadsNorm
 from tests.matrix.families.minimax_m2 import CASE
@@ -105,6 +105,8 @@ def test_the_published_list_of_plain_modules_agrees_with_what_is_quantized() -> 
         **{"quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "dynamic"},
         **{"weight_block_size": [128, 128], "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
     }
-    quantizer = make_quantizer(published, quantized, known_names=[*quantized, *plain])
-    assert quantizer is not None
+    config = read_quantization(published)
+    assert config is not None
+    config.check_names(quantized)
+    quantizer = Quantizer(config.format, quantized, known_names=[*quantized, *plain])
     assert [quantizer.is_quantized(name) for name in (*quantized, *plain)] == [True] * 7 + [False] * 6

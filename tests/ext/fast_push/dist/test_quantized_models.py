@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from slime.backends.megatron_utils.models import find_weight_map
-from slime.weights.quantize import make_quantizer
+from slime.weights.quantize import Quantizer, read_format
 from slime.weights.quantize.block_fp8 import FP8
 from slime.weights.quantize.formats import is_quantized_offline, modules_to_not_convert
 from tests.loaded_model.buckets import whole_buckets
@@ -52,8 +52,9 @@ def quantized(folder: Path, family: str, settings: dict[str, Any]) -> tuple[dict
         "modules_to_not_convert": modules_to_not_convert(plain, kept),
     }
     names = [name for name, tensor in plain.items() if is_quantized_offline(name, tensor.shape, kept)]
-    quantizer = make_quantizer(config, names)
-    assert quantizer is not None
+    weight_format = read_format(config)
+    assert weight_format is not None
+    quantizer = Quantizer(weight_format, names)
     stored = {
         part: value
         for name, tensor in plain.items()
