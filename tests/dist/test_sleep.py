@@ -53,12 +53,12 @@ def train(
             metrics = [value.tolist() for value in metrics["values"]]
         weights = [*worker.model[0].parameters()]
         stays = if_needed and all(room[1 + rollout_id] for room in ROOM.values())
-        assert worker._is_asleep != stays
+        assert worker._sleep.is_asleep != stays
         assert all((tensor.untyped_storage().nbytes() == 0) == (sleeps and not stays) for tensor in weights)
         sent = {}
         if not is_critic:
             name = worker._hf_config["model_type"]
-            host = worker._weights_to_send()
+            host = worker._sleep.host_weights()
             tensors = iter_hf_tensors(own, worker.model, model_name=name, dtype=torch.float32, host_weights=host)
             sent = {name: float(tensor.double().square().sum()) for name, tensor in tensors}
             worker._policies.record_pushed()

@@ -105,7 +105,7 @@ def new_updater(worker: Any) -> Any:
     return WeightUpdater(
         worker.args,
         worker.model,
-        worker._weights_to_send,
+        worker._sleep.host_weights,
         hf_config=worker._hf_config,
         first_version=max(worker._start_rollout_id, worker.args.update_weight_start_version),
         make_transport=transport and transport.load(),

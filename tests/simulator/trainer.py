@@ -260,7 +260,7 @@ class SimulatedTrainer(MegatronTrainRayActor):
         self.model, self.optimizer, self.scheduler = [Model(state)], None, None
         self.weights = self._reports = self._policies = Stub()
         self._last_rollout_id: int | None = None
-        self._is_asleep = False
+        self._sleep = Stub()
         self._background_save = BackgroundSave(self._publish) if args.async_save else None
         self._start_rollout_id = args.start_rollout_id if args.start_rollout_id is not None else iteration + 1
         first_version = version_before(args, self._start_rollout_id)
@@ -273,19 +273,12 @@ class SimulatedTrainer(MegatronTrainRayActor):
             "dp_rank": self.rank, "cp_rank": 0, "is_last_stage": 1,
         }  # fmt: skip
 
-    def sleep(self) -> None:
-        self._is_asleep = True
-
-    def wake_up(self) -> None:
-        self._is_asleep = False
-
     def clear_memory(self) -> None:
         pass
 
     def train(self, rollout_id: int, rank_batch: Any, external_data: Any = None) -> Any:
         world, kernel = WORLD[0], _KERNEL[0]
         assert kernel is not None
-        self.wake_up()
         kernel.sleep(kernel.draw("train", 0.5, 4.0))
         shares = self._meet(world.samples_of(rank_batch))
         world.at(f"train {rollout_id % 2}", kernel.current_process)
@@ -296,7 +289,6 @@ class SimulatedTrainer(MegatronTrainRayActor):
         model.state = world.trained(model.state, rollout_id, samples, is_main=self.rank == 0)
         self._updater.record_weights_changed()
         self._last_rollout_id = rollout_id
-        self._rest()
         return {"loss": 0.0} if self.rank == 0 else None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import mpu
 
-from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups, sleep
+from slime.backends.megatron_utils import checkpoint, initialize, memory, reloadable_groups
 from slime.backends.megatron_utils.checkpoints.checkpoint_writer import BackgroundSave
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
 from slime.backends.megatron_utils.guide import Guide
@@ -19,8 +19,8 @@ from slime.backends.megatron_utils.model import setup_model_and_optimizer
 from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.backends.megatron_utils.policies import ModelSwitch, Policies
 from slime.backends.megatron_utils.rollout_training import RolloutTraining
+from slime.backends.megatron_utils.sleep import OffloadedState, TrainerSleep
 from slime.backends.megatron_utils.train_reports import TrainReports
-from slime.backends.megatron_utils.update_weight.gather import HostWeights
 from slime.backends.megatron_utils.update_weight.transport import MakeTransport
 from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
 from slime.backends.train_worker import TrainWorker
@@ -68,8 +68,16 @@ class MegatronTrainRayActor(TrainWorker):
         with span("init"):
             self.model, self.optimizer, self.scheduler = setup_model_and_optimizer(args, role, transforms)
             iteration = self.load_state()
-            self._offloaded = sleep.OffloadedState(self.model, self.optimizer) if sleeps else None
             self.weights = ModelSwitch(self.model, role)
+            self._sleep = TrainerSleep(
+                OffloadedState(self.model, self.optimizer) if sleeps else None,
+                self.weights,
+                role,
+                always=args.offload_train,
+                mem_fraction_static=args.sglang_mem_fraction_static
+                if sleeps and args.offload_train_if_needed
+                else None,
+            )
             self._policies = Policies(args, self.model, self.weights)
             if role == "actor":
                 self._policies.load(with_ref=with_ref, is_from_load=self.loads_checkpoint, iteration=iteration)
@@ -86,11 +94,10 @@ class MegatronTrainRayActor(TrainWorker):
             guides=[guide(args) for guide in guides],
         )
         self._last_rollout_id: int | None = None
-        self._is_asleep = False
         self._background_save = BackgroundSave(self._publish) if args.async_save else None
         memory.report(f"of {role} rank {self.rank} after loading")
         memory.freeze_long_lived_objects()
-        self._rest()
+        self._sleep.rest()
         Timer().reset()
         Timer().start("train_wait")
         self._start_rollout_id = args.start_rollout_id if args.start_rollout_id is not None else iteration + 1
@@ -98,7 +105,7 @@ class MegatronTrainRayActor(TrainWorker):
         self._updater = WeightUpdater(
             args,
             self.model,
-            self._weights_to_send,
+            self._sleep.host_weights,
             hf_config=self._hf_config,
             first_version=version,
             make_transport=transport,
@@ -134,32 +141,11 @@ class MegatronTrainRayActor(TrainWorker):
 
     def sleep(self) -> None:
         """Free the memory, unless that is done already or need not be; on a CPU nothing happens."""
-        if self._is_asleep:
-            return
-        if self._offloaded is not None and self.args.offload_train_if_needed:
-            if memory.has_room_for_engines(self.args.sglang_mem_fraction_static):
-                return
-        with span("sleep"):
-            memory.report("awake")
-            if (offloaded := self._offloaded) is not None:
-                copies = self.weights.current_copies()
-                reloadable_groups.release_communicators(meanwhile=lambda: offloaded.offload(copies))
-            memory.report("asleep")
-        self._is_asleep = True
+        self._sleep.fall_asleep()
 
     def wake_up(self) -> None:
         """Restore the memory, with the role's own weights in it."""
-        if not self._is_asleep:
-            return
-        with span("wake_up"):
-            if self._offloaded is not None:
-                self._offloaded.onload()
-        self._is_asleep = False
-        self.weights.switch_to(self.role)
-
-    def _rest(self) -> None:
-        if self.args.offload_train:
-            self.sleep()
+        self._sleep.wake_up()
 
     def clear_memory(self) -> None:
         """Return cached memory."""
@@ -192,7 +178,7 @@ class MegatronTrainRayActor(TrainWorker):
         metrics = self._reports.performance(rollout_id, data, iterators[0])
         self._last_rollout_id = rollout_id
         del data, iterators  # memory freed later, while the trainer sleeps, would stay in the allocator's cache
-        self._rest()
+        self._sleep.rest()
         clock.start("train_wait")
         return outcome if self.role == "critic" else ({**outcome, **metrics} if metrics else None)
 
@@ -211,7 +197,7 @@ class MegatronTrainRayActor(TrainWorker):
                 save_hf_model_to_path(args, folder, self.model, model_name=args.model_name)
             if (added := added_parameters(self.model)) is not None:
                 added.after_save(self.model, rollout_id)
-            self._rest()
+            self._sleep.rest()
         self._reports.span(rollout_id, "save_model")
 
     def publish_checkpoint(self, rollout_id: int) -> None:
@@ -239,7 +225,7 @@ class MegatronTrainRayActor(TrainWorker):
         """Push the actor's weights; returns the push's metrics on the main rank."""
         with span("update_weights"):
             metrics = self._updater.push().as_metrics()
-            self._release_push_memory()
+            self._sleep.end_push()
         self._policies.record_pushed()
         if self._last_rollout_id is None:
             Timer().reset("update_weights")
@@ -250,13 +236,13 @@ class MegatronTrainRayActor(TrainWorker):
         """Push what the last push sent, under the same version, to the engines connected now: they started late."""
         with span("update_weights"):
             self._updater.resend()
-            self._release_push_memory()
+            self._sleep.end_push()
 
     def write_weights(self) -> Any:
         """Write the weights to disk and ask no engine; gives the ``WrittenVersion`` on the main rank."""
         with span("update_weights"):
             written = self._updater.write()
-            self._release_push_memory()
+            self._sleep.end_push()
         if self._last_rollout_id is not None:
             self._reports.span(self._last_rollout_id, "update_weights", **written.metrics)
         return written if self.rank == 0 else None
@@ -264,12 +250,3 @@ class MegatronTrainRayActor(TrainWorker):
     def excluded_engines(self) -> list[ExcludedEngine]:
         """Return the engines that the last push excluded."""
         return self._updater.excluded
-
-    def _weights_to_send(self) -> HostWeights | None:
-        return self.weights.get("actor") if self._is_asleep and self._offloaded is not None else None
-
-    def _release_push_memory(self) -> None:
-        """Free what a push took beside its buffers."""
-        if self._is_asleep:
-            reloadable_groups.release_communicators()
-        memory.empty_cache()

@@ -11,7 +11,7 @@ Meanwhile nothing may read them, and torch makes no new slices of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor, UntypedStorage
 
-from slime.backends.megatron_utils import memory
+from slime.backends.megatron_utils import memory, reloadable_groups
 from slime.backends.megatron_utils.adam import parts_of
+from slime.backends.megatron_utils.policies import ModelSwitch
+from slime.observability.telemetry import span
 from slime.weights.pinned_memory import aligned, host_bytes
 
 logger = logging.getLogger(__name__)
@@ -193,6 +195,75 @@ class OffloadedState:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+class TrainerSleep:
+    """Whether a trainer sleeps, which it may between its verbs, while engines have its accelerator.
+
+    Invariant: awake, the model holds the role's own weights.
+
+    Args:
+        state: what is given back; None on a CPU, where a trainer sleeps and keeps its memory.
+        weights: the model's host copies.
+        role: the tag of the role's own weights.
+        always: fall asleep after every verb (``--offload-train``).
+        mem_fraction_static: of engines; a trainer beside which they have room stays awake
+            (``--offload-train-if-needed``).  None: it sleeps in any case.
+    """
+
+    def __init__(
+        self,
+        state: OffloadedState | None,
+        weights: ModelSwitch,
+        role: str,
+        *,
+        always: bool,
+        mem_fraction_static: float | None,
+    ) -> None:
+        self._state, self._weights, self._role = state, weights, role
+        self._always, self._mem_fraction_static = always, mem_fraction_static
+        self.is_asleep = False
+
+    def fall_asleep(self) -> None:
+        """Free the memory, unless that is done already or need not be.  Collective."""
+        if self.is_asleep:
+            return
+        state = self._state
+        if state is not None and self._mem_fraction_static is not None:
+            if memory.has_room_for_engines(self._mem_fraction_static):
+                return
+        with span("sleep"):
+            memory.report("awake")
+            if state is not None:
+                copies = self._weights.current_copies()
+                reloadable_groups.release_communicators(meanwhile=lambda: state.offload(copies))
+            memory.report("asleep")
+        self.is_asleep = True
+
+    def wake_up(self) -> None:
+        """Restore the memory, with the role's own weights in it."""
+        if not self.is_asleep:
+            return
+        with span("wake_up"):
+            if self._state is not None:
+                self._state.onload()
+        self.is_asleep = False
+        self._weights.switch_to(self._role)
+
+    def rest(self) -> None:
+        """Fall asleep after a verb, with ``--offload-train``."""
+        if self._always:
+            self.fall_asleep()
+
+    def host_weights(self) -> Mapping[str, Tensor] | None:
+        """Return the host copy of the actor where the model's own memory is given back."""
+        return self._weights.get("actor") if self.is_asleep and self._state is not None else None
+
+    def end_push(self) -> None:
+        """Free what a push took beside its buffers."""
+        if self.is_asleep:
+            reloadable_groups.release_communicators()
+        memory.empty_cache()
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
