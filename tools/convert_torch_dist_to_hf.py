@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import sys
 import time
 from argparse import Namespace
@@ -34,6 +35,8 @@ from slime.weights.stacked_experts import join_rows
 from tools.cli import logged_run
 
 logger = logging.getLogger(__name__)
+
+_ADAPTER = re.compile(r"\.lora\.[ab]$")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -114,6 +117,12 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
     if target.exists() and any(target.iterdir()) and not options.force:
         raise ConfigError(f"--output-dir {target} is not empty; pass -f to write over it")
     source = TorchDistFolder(options.input_dir, verify=options.verify_checkpoint)
+    slices = source.slices()
+    if any(_ADAPTER.search(part.key) for part in slices):
+        raise ConfigError(
+            f"--input-dir {source.folder} holds the adapters of a run with --lora-rank, and no whole model; "
+            "tools/convert_to_hf.py with the flags of that run merges them into the model they were trained on"
+        )
     args: Any = source.read_args()
     if options.vocab_size is not None:
         _check_vocab_size(options, source.vocabulary_rows())
@@ -136,7 +145,6 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
                 converted.append((hf_name, in_stored_dtype(hf_name, hf_tensor, dtypes, default_dtype)))
         return converted
 
-    slices = source.slices()
     weight_map, shape = find_weight_map(model_name), model_dims(args)
 
     def converted() -> Iterator[tuple[str, torch.Tensor]]:

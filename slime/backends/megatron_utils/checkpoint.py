@@ -280,7 +280,10 @@ def load_weights(
         raise DataError(
             f"{flag} {root} holds a whole model, and {added.claim}; give the model to begin with as --ref-load."
         )
-    _load_model(vars(args), reader, common.get("args"), model, flag, added)
+    saved_args = common.get("args")
+    _load_model(vars(args), reader, saved_args, model, flag, added)
+    if added is not None and saved_args is not None:
+        added.check_saved(saved_args, f"{flag} {found.folder}")
     logger.info("loaded the weights of %s", found.folder)
     return reader, found.iteration, common
 

@@ -71,6 +71,18 @@ class AddedParameters(ModelTransform, ABC):
         """Return the sharded state of the parameters."""
 
     @abstractmethod
+    def check_saved(self, saved: Namespace, source: str) -> None:
+        """Compare this run's flags with those of the run that saved the parameters.
+
+        Args:
+            saved: the arguments in the checkpoint.
+            source: the flag and the folder, for messages.
+
+        Raises:
+            DataError: the same numbers would add something else to the model.
+        """
+
+    @abstractmethod
     def load_state(self, model: Sequence[torch.nn.Module], state: Mapping[str, Tensor]) -> None:
         """Copy what a checkpoint has for :meth:`state` into the model."""
 

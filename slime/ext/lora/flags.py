@@ -99,14 +99,18 @@ class LoraConfig:
         )
 
 
+def lora_alpha(args: Namespace) -> float:
+    """Return the factor of the adapters before it is divided by their rank."""
+    return 2 * args.lora_rank if args.lora_alpha is None else args.lora_alpha
+
+
 def lora_config(args: Namespace) -> LoraConfig | None:
     """Return the adapters of a run; None where all weights are trained."""
     if vars(args).get("lora_rank") is None:
         return None
-    alpha = 2 * args.lora_rank if args.lora_alpha is None else args.lora_alpha
     return LoraConfig(
         rank=args.lora_rank,
-        alpha=alpha,
+        alpha=lora_alpha(args),
         dropout=args.lora_dropout,
         targets=tuple(args.lora_target_modules),
         shares_experts=args.lora_experts == "shared",

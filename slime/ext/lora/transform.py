@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends.megatron_utils import checkpoint, cpu_platform  # noqa: F401
@@ -20,7 +22,7 @@ from megatron.core.utils import unwrap_model
 
 from slime.backends.megatron_utils.model_transform import AddedParameters
 from slime.backends.megatron_utils.parameters import iter_shards
-from slime.ext.lora.flags import LoraConfig, lora_base
+from slime.ext.lora.flags import LoraConfig, lora_alpha, lora_base
 from slime.ext.lora.frozen_base import hold_quantized
 from slime.ext.lora.layers import add_adapters, draw_adapters
 from slime.ext.lora.peft_folder import read_peft_folder, write_peft_folder
@@ -34,6 +36,9 @@ from slime.ext.lora.state import (
     sharded_entry,
 )
 from slime.flags.group import flag_of
+from slime.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 _ADAPTER = re.compile(r"^(.*\.)lora\.[ab]$")
 
@@ -169,6 +174,25 @@ class Lora(AddedParameters):
     def _config_of(self, rank: int) -> LoraConfig:
         config = self._table.config
         return replace(config, rank=rank, alpha=config.scale * rank)
+
+    def check_saved(self, saved: Namespace, source: str) -> None:
+        """Refuse adapters of another ``--lora-alpha``, and warn of those that were trained on another model.
+
+        Raises:
+            DataError: their alpha is another.
+        """
+        ours, theirs = lora_alpha(self.args), lora_alpha(saved)
+        if ours != theirs:
+            raise DataError(
+                f"{source}: its adapters were trained with --lora-alpha {theirs:g}, and this run has {ours:g}, which "
+                f"scales what they add to the model; give --lora-alpha {theirs:g}."
+            )
+        base, trained_on = lora_base(self.args), lora_base(saved)
+        if dist.get_rank() == 0 and Path(base).resolve() != Path(trained_on).resolve():
+            logger.warning(
+                "%s: its adapters were trained on %s, and are added to %s now. Give the same weights as --ref-load.",
+                source, trained_on, base,
+            )  # fmt: skip
 
     @torch.no_grad()
     def load_state(self, model: Sequence[torch.nn.Module], state: Mapping[str, Tensor]) -> None:
