@@ -84,7 +84,8 @@ def _add_loss(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--calculate-per-token-loss",
         action="store_true",
-        help="Average the loss over all tokens of the batch, instead of over samples of their token means.",
+        help="Average the loss over all trained tokens of the batch, instead of over samples of their token means. A "
+        "sample without a trained token counts as one token.",
     )
     group.add_argument(
         "--use-rollout-entropy",

@@ -176,20 +176,23 @@ def is_huggingface_folder(folder: str | None) -> bool:
 
 
 def inspect_checkpoint(
-    folder: str, flag: str, step: int | None = None, *, step_flag: str = "--ckpt-step"
+    folder: str | None, flag: str, step: int | None = None, *, step_flag: str = "--ckpt-step"
 ) -> CheckpointFolder:
     """Return what ``folder`` holds.
 
     Args:
-        folder: the value of ``flag``.
+        folder: the value of ``flag``; None where it is not given.
         flag: named in errors.
         step: the iteration wanted; None takes the tracker's.
         step_flag: the flag of ``step``, named in errors.
 
     Raises:
-        ConfigError: the folder is missing, holds no checkpoint, or the save that is wanted is not whole.
+        ConfigError: the flag is not given, the folder is missing, holds no checkpoint, or the save that is wanted is
+            not whole.
         DataError: ``folder`` is a save that is not whole.
     """
+    if folder is None:
+        raise ConfigError(f"{flag} is not given. Name a Megatron or a Hugging Face checkpoint.")
     path = Path(folder)
     if path.is_file():
         raise ConfigError(f"{flag}: {folder} is a file; give the folder of a Megatron or a Hugging Face checkpoint.")

@@ -246,7 +246,7 @@ def load_checkpoint(
 def load_weights(
     args: Namespace,
     model: list[torch.nn.Module],
-    root: str,
+    root: str | None,
     added: AddedParameters | None = None,
     *,
     flag: str,
@@ -269,7 +269,7 @@ def load_weights(
     """
     found = inspect_checkpoint(root, flag, step, step_flag=step_flag)
     if found.iteration is None:
-        load_hf_weights(args, unwrap_model(model), root)
+        load_hf_weights(args, unwrap_model(model), str(found.folder))
         return None
     try:
         reader = CheckpointReader(found.folder, verify=args.verify_checkpoint)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import ray
 
 from slime.backends.megatron_utils.models import dtype_of_fp32
-from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, served_dtype
+from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, own_dtype, served_dtype
 from slime.ext.external_engines.discovery import ExternalEngineInfo, check_capabilities
 from slime.flags.security import job_secret
 from slime.ray.engines.actor import PortCursors, start_engine_actor
@@ -19,6 +19,9 @@ from slime.ray.gpus import GpuSlice
 from slime.utils.http_utils import add_job_servers
 
 logger = logging.getLogger(__name__)
+
+_SHORT_NAMES = {"half": "float16", "float": "float32"}
+_TRAINER_FLAGS = {"float16": "--fp16", "bfloat16": "--bf16", "float32": "--fp32"}
 
 
 def adopt_external_engines(args: Namespace, gpus: GpuSlice) -> list[RolloutServer]:
@@ -36,6 +39,8 @@ def adopt_external_engines(args: Namespace, gpus: GpuSlice) -> list[RolloutServe
     gpu_offset = 0
     for rank, (info, config) in enumerate(zip(args.rollout_external_engine_infos, model.server_groups, strict=True)):
         check_capabilities(args, info)
+        dtype = _told_dtype(info, model.model_path)
+        warn_of_other_dtype(args, info.url, dtype)
         group = ExternalGroup(
             args=args,
             gpus=gpus,
@@ -47,7 +52,7 @@ def adopt_external_engines(args: Namespace, gpus: GpuSlice) -> list[RolloutServe
             needs_offload=False,
             cursors=PortCursors(),
             restarts=False,
-            dtype=_told_dtype(info, model.model_path),
+            dtype=dtype,
             weight_loaders=tuple(info.server_args.get("custom_weight_loader") or ()),
             worker_key=job_secret(args),
             nodes_per_engine=1,
@@ -65,6 +70,19 @@ def _told_dtype(info: ExternalEngineInfo, model_path: str) -> str:
     told = info.server_args
     folder = told.get("model_path") or model_path
     return served_dtype(str(told.get("dtype") or "auto"), folder, of_fp32=dtype_of_fp32)
+
+
+def warn_of_other_dtype(args: Namespace, url: str, served: str) -> None:
+    """Warn of an engine that computes in another dtype than the trainer; "" for ``served`` is unknown."""
+    trained, served = own_dtype(args, None), _SHORT_NAMES.get(served, served)
+    if not served or trained is None or served == trained:
+        return
+    flag = _TRAINER_FLAGS.get(served)
+    logger.warning(
+        "the external engine %s computes in %s and the trainer in %s, so that their log-probs differ (|dlogp|) and "
+        "the narrower one rounds the weights; start the engine with --dtype %s%s",
+        url, served, trained, trained, f", or give {flag} to this run" if flag else "",
+    )  # fmt: skip
 
 
 class ExternalGroup(EngineGroup):

@@ -26,13 +26,17 @@ FLAGS = {
 
 
 @pytest.mark.parametrize(
-    ("given", "flag"),
-    [({"ref_load": "gone"}, "--ref-load"), ({"load": "gone"}, "--load")],
+    ("given", "flag", "problem"),
+    [
+        ({"ref_load": "gone"}, "--ref-load", ": gone is not a folder"),
+        ({"load": "gone"}, "--load", ": gone is not a folder"),
+        ({"load": None}, "--ref-load", " is not given"),
+    ],
 )
 def test_a_model_under_adapters_that_is_not_there_is_named_by_the_flag_that_gave_it(
-    given: dict[str, str], flag: str
+    given: dict[str, str | None], flag: str, problem: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{flag}: gone is not a folder"):
+    with pytest.raises(ConfigError, match=f"{flag}{problem}"):
         Lora(Namespace(**{**FLAGS, **given})).load_frozen([])
 
 

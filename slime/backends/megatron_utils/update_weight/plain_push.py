@@ -59,7 +59,15 @@ class PlainPush(Transport):
         sglang.prepare()
 
     def send(self, push: Push) -> PushReport:
-        """Push; a failure of any engine fails it, on all ranks."""
+        """Push; a failure of any engine fails it, on all ranks.
+
+        Raises:
+            WeightSyncError: an engine or a rank has failed; raised on every rank.
+            SlimeError, RuntimeError: what gathering, renaming or quantizing a tensor raises, on that rank alone and at
+                once; the others wait in the next collective until the job ends them.
+
+        After each of them the engines are paused, and some may hold old and new weights at once.
+        """
         engines = list(push.participants.engines.values())
         if push.checks:
             raise WeightSyncError("--check-weight-update-equal needs --weight-push verified and slime's weight loader")
