@@ -237,7 +237,7 @@ QWEN_VL = Seed(
     gpu=Form(
         sizes={},
         prepare=QWEN_VL_PREPARE,
-        flags=f"{GPU_SIZES} {QWEN_VL_SIZES}",
+        flags=f"{GPU_SIZES} {QWEN_VL_SIZES} --sglang-mm-attention-backend triton_attn",
         jobs=(Job("TP2 SP; colocated, an engine of TP2", COLOCATED, shows=(), bound=0.05),),
     ),
 )
@@ -258,7 +258,7 @@ NEMOTRON = Seed(
         weight_std=0.04,
         prepare=(torch_dist("nemotron3-nano-30B-A3B", NEMOTRON_FOLDER, f"{NEMOTRON_FOLDER}_torch_dist"),),
         flags=f"""
-            {GPU_FLAGS} --sglang-attention-backend flashinfer --sglang-ep-size 1
+            {GPU_FLAGS} --sglang-attention-backend flashinfer --sglang-moe-runner-backend triton --sglang-ep-size 1
             --sglang-cuda-graph-bs-decode 1 2 4 8 16
         """,
         jobs=(

@@ -4,6 +4,7 @@ Every answer names its engine.
 A pause ends as soon as aborted requests have.
 Scales that no push brings outlast a sleep.
 Decoding with Triton sees a whole window.
+Sampling kernels are built before an engine serves.
 Ids with images go to an encoder as text does, a flush forgets features of images, and a request that brings some is
 refused.
 """
@@ -15,6 +16,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -46,6 +48,7 @@ _SLEEP = "sglang.srt.managers.scheduler_components.weight_updater"
 _MEMORY = "sglang.srt.utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal"
 _TRITON_ATTENTION = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
 _RECEIVER = "sglang.srt.disaggregation.encode_receiver.MMReceiverBase"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
 def register() -> None:
@@ -64,7 +67,7 @@ def register() -> None:
             (f"{_TOKENIZER}.__call__", _check_text, "before"),
             (f"{_TOKENIZER_MANAGER}.pause_generation", _pause, "around"),
             (f"{_RECEIVER}._process_waiting_requests", _receive_images, "around"),
-            ("sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget_images, "after"),
+            (f"{_SCHEDULER}.flush_cache", _forget_images, "after"),
         )
     )
     register_hooks(family_hooks())
@@ -72,6 +75,7 @@ def register() -> None:
         for module in (native_layers, delta_nets, weights_checker):
             register_hooks((target, getattr(module, name), "around") for target, name in module.HOOKED.items())
     else:
+        register_hooks([(f"{_SCHEDULER}.init_model_worker", build_sampling_kernels, "after")])
         register_hooks([(f"{_TRITON_ATTENTION}.__init__", whole_window, "after")], only_version=TESTED_SGLANG)
 
 
@@ -99,6 +103,20 @@ def _wait_for_kernels(*_: Any) -> None:
     which is an illegal memory access.
     """
     torch.cuda.synchronize()
+
+
+def build_sampling_kernels(result: Any, scheduler: Any) -> None:
+    """Build flashinfer's sampling kernels before the engine serves, where it will sample or verify drafts with them.
+
+    SGLang's own warm-up decodes greedily.  The first sampled token of a fresh machine would wait for the compiler, one
+    to two minutes, and a health check would take the engine for dead.
+    """
+    flags = scheduler.server_args
+    uses_them = flags.sampling_backend == "flashinfer" or flags.speculative_algorithm is not None
+    if uses_them and find_spec("flashinfer") is not None:
+        from flashinfer.sampling import get_sampling_module
+
+        get_sampling_module()
 
 
 def whole_window(result: None, backend: Any, *args: Any, **options: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from slime.backends.sglang_utils.sglang_plugin import (  # noqa: E402
     _keep_own_scales,
     _pause,
     _restore_own_scales,
+    build_sampling_kernels,
     whole_window,
 )
 
@@ -89,3 +92,25 @@ def test_a_window_of_tritons_decoding_counts_the_token_itself(given: int | None,
     backend = SimpleNamespace(sliding_window_size=given)
     whole_window(None, backend)
     assert backend.sliding_window_size == seen
+
+
+@pytest.mark.parametrize(
+    ("backend", "drafts", "builds"),
+    [
+        ("flashinfer", None, True),
+        ("pytorch", "EAGLE", True),
+        ("pytorch", None, False),
+    ],
+)
+def test_kernels_that_sample_are_built_before_the_engine_serves(
+    backend: str, drafts: str | None, builds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    package, module = ModuleType("flashinfer"), ModuleType("flashinfer.sampling")
+    package.__spec__ = ModuleSpec("flashinfer", None)
+    module.get_sampling_module = lambda: built.append(1)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setitem(sys.modules, "flashinfer.sampling", module)
+    flags = SimpleNamespace(sampling_backend=backend, speculative_algorithm=drafts)
+    build_sampling_kernels(None, SimpleNamespace(server_args=flags))
+    assert bool(built) == builds
