@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).parents[2]
+from tests.contracts.source_tree import REPO
+
 TIMEOUT_S = 900
 """Of mypy, which takes half a minute on a quiet machine, at a load of 30."""
 

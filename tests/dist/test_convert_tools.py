@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from tests.dist.trainer_case import run_workers
 from tests.matrix.case import load_cases, read_config
 from tests.unit.backends.megatron_utils.megatron_case import hf_flags, write_hf_model
+from tests.contracts.source_tree import REPO
 
 pytestmark = pytest.mark.dist
-REPO = Path(__file__).resolve().parents[2]
 
 
 def run_tool(name: str, *flags: object) -> subprocess.CompletedProcess[str]:

@@ -6,16 +6,13 @@ compares layouts of ranks.
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from trainer_case import cut, make_args, make_train_data, run_workers, write_model
+from tests.dist.trainer_case import cut, make_args, make_train_data, run_workers, write_model
 
 pytestmark = pytest.mark.dist
 
@@ -175,7 +172,7 @@ def test_a_per_token_step_does_not_depend_on_packing(one_process: dict[str, Any]
 def go_astray(rank: int, world_size: int, port: int, folder: str) -> tuple[str, list[int]]:
     """Two steps: in the first one rank has a loss that is not finite, before the second one its weights change."""
     import torch
-    from trainer_case import start_worker
+    from tests.dist.trainer_case import start_worker
 
     from slime.utils.errors import StepError
 

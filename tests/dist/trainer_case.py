@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,13 @@ from typing import Any
 from slime.utils.net import find_available_port
 from tests.matrix.pool import RankPool
 
-UNIT_TESTS = Path(__file__).resolve().parents[1] / "unit" / "backends" / "megatron_utils"
-sys.path.insert(0, str(UNIT_TESTS))
-
 LENGTHS = ((3, 9), (2, 1), (7, 20), (5, 5), (1, 13), (4, 2), (6, 31), (3, 3), (3, 8))
 """Prompt and response tokens of the samples: ragged, down to a response of one token."""
 
 
 def write_model(folder: Path, family: str = "qwen3", **overrides: Any) -> None:
     """A random model whose sizes divide by two tensor ranks."""
-    from megatron_case import write_hf_model
+    from tests.unit.backends.megatron_utils.megatron_case import write_hf_model
 
     write_hf_model(folder, family, **overrides)
     (folder / "tokenizer.json").write_text("{}")  # the flags' check wants one; nothing here tokenizes
@@ -28,7 +24,7 @@ def write_model(folder: Path, family: str = "qwen3", **overrides: Any) -> None:
 
 def make_args(hf_folder: Path, *flags: object) -> Namespace:
     """Complete args of a run that only trains."""
-    from megatron_case import hf_flags
+    from tests.unit.backends.megatron_utils.megatron_case import hf_flags
 
     from slime.compose import parse_args
 

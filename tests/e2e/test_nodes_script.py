@@ -11,9 +11,8 @@ import psutil
 import pytest
 
 from slime.utils.net import get_current_node_ip, get_free_port
+from tests.contracts.source_tree import REPO
 from tests.e2e.job import grpo_flags
-
-REPO = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.whole, pytest.mark.timeout(1200)]
 

@@ -1,10 +1,10 @@
 """An engine without a server: SGLang's model on one CPU process for each rank, behind the weight verbs.
 
+For example::
+
     with LoadedModel(folder, tp_size=2) as model:
         model.begin_weight_update(manifest.id, "push 1", manifest.to_json())  # as SGLangEngine: it blocks
         model.parameters()[0]["model.norm.weight"]                   # rank 0, the engine's own names
-
-``LoadedEngine(model)`` is the proxy that a push talks to: every method gives a ``Pending``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ import os
 import tempfile
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +23,7 @@ import torch.multiprocessing as mp
 from slime.backends.sglang_utils.weight_verbs import WeightVerbs
 from slime.ext.fast_push import engine_verbs
 from slime.ext.fast_push.disk import local_copy
-from slime.ext.fast_push.loaders import RECEIVER
 from slime.utils.errors import EngineError, ProcessError
-from slime.weights.push.engine import EngineProxy
 
 START_TIMEOUT_S = 180
 
@@ -159,45 +154,6 @@ class LoadedModel(VerbsOfExtensions):
                 raise EngineError(f"rank {rank} of the loaded model failed:\n{error}")
             answers.append(value)
         return answers
-
-
-class _Answer:
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-
-    def wait(self, timeout_s: float) -> Any:
-        try:
-            return self._future.result(timeout_s)
-        except FutureTimeoutError as error:
-            raise EngineError(f"the loaded model did not answer within {timeout_s:g} s") from error
-
-
-class LoadedEngine:
-    """A :class:`LoadedModel` as a push sees it: calls return at once and run one after the other."""
-
-    loaders = (RECEIVER,)
-    dtype = ""
-    gpus = EngineProxy.gpus
-
-    def __init__(self, model: LoadedModel, *, index: int = 0, gpu_offset: int = 0, is_colocated: bool = True) -> None:
-        self.model, self.index, self.gpu_offset, self.is_colocated = model, index, gpu_offset, is_colocated
-        self.num_gpus = model.tp_size
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-        self._pool = ThreadPoolExecutor(1)
-
-    def run(self, function: Callable[..., Any], /, *arguments: Any, on_all_nodes: bool = False) -> _Answer:
-        return getattr(self, function.__name__)(*arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        method = getattr(self.model, name)
-
-        def call(*positional: Any, **keyword: Any) -> _Answer:
-            self.calls.append((name, keyword))
-            return _Answer(self._pool.submit(method, *positional, **keyword))
-
-        return call
 
 
 def _serve(pipe: Any, settings: dict[str, Any]) -> None:

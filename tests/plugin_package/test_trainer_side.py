@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.flags.hook_checks import check_hooks_on_driver, check_import, named_hooks
 from slime.flags.hooks import HOOKS
-
-MEGATRON_TESTS = Path(__file__).resolve().parents[1] / "unit" / "backends" / "megatron_utils"
-sys.path.insert(0, str(MEGATRON_TESTS))
-
-from test_loss import MODEL_FLAGS, make_args, make_batch, make_logits, parse, run, start_single_process  # noqa: E402
-
-from slime.backends.megatron_utils.advantages import compute_advantages_and_returns  # noqa: E402
-from tests.plugin_package.product import PLUGIN_FOLDER  # noqa: E402
+from tests.plugin_package.product import PLUGIN_FOLDER
+from tests.unit.backends.megatron_utils.test_loss import (
+    MODEL_FLAGS,
+    make_args,
+    make_batch,
+    make_logits,
+    parse,
+    run,
+    start_single_process,
+)
 
 PLUGINS = {
     "--custom-loss-function-path": "loss",

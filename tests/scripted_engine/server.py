@@ -6,8 +6,8 @@ It serves in a thread of its own, so tests may be plain or async::
     url = engine.start()          # POST {url}/generate ...
     engine.stop()
 
-The engine also answers ``GET /workers`` with itself and ``engine.peers``, so that one server can stand for router and
-engine; ``ScriptedRouter`` is a router of its own.  ``python -m tests.scripted_engine`` runs one in its own process.
+The engine also answers ``GET /workers`` with itself, so that one server can stand for router and engine.
+``python -m tests.scripted_engine`` runs one in its own process.
 """
 
 from __future__ import annotations
@@ -132,8 +132,6 @@ class ScriptedEngine(ThreadedServer):
         self._bodies: dict[tuple[Any, ...], bytes] = {}
         self.script = script or Script()
         self.weight_version = "default"
-        self.peers: list[str] = []
-        """Further URLs that ``GET /workers`` names."""
         self.worker_type = "regular"
         self.payloads: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -246,9 +244,8 @@ class ScriptedEngine(ThreadedServer):
         return {"loads": [{"dp_rank": 0, "num_running_reqs": self.in_flight, "num_waiting_reqs": 0}]}
 
     def _workers(self) -> dict[str, Any]:
-        urls = [self.url, *self.peers]
-        workers = [{"id": url, "url": url, "worker_type": self.worker_type, "is_healthy": True} for url in urls]
-        return {"workers": workers, "total": len(urls)}
+        worker = {"id": self.url, "url": self.url, "worker_type": self.worker_type, "is_healthy": True}
+        return {"workers": [worker], "total": 1}
 
     # Generation.
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "unit/backends/megatron_utils"))
-
-from megatron_case import parse, start_single_process
-from test_loss import MODEL_FLAGS, VOCAB, make_args, make_batch, make_logits, run
 
 from slime.backends.megatron_utils import loss
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.ext.distill.guide import Distillation, add_distillation, choose_teachers
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.errors import ConfigError, DataError
+from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
+from tests.unit.backends.megatron_utils.test_loss import MODEL_FLAGS, VOCAB, make_args, make_batch, make_logits, run
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -27,11 +27,11 @@ from slime.utils.errors import DataError
 from slime.utils.http_utils import close_http_client
 from slime.utils.net import get_free_port
 from slime.utils.types import Sample
+from tests.contracts.source_tree import REPO
 from tests.matrix.pool import run_ranks
 from tests.unit.backends.megatron_utils.megatron_case import hf_flags, write_hf_model
 
 pytestmark = pytest.mark.dist
-REPO = Path(__file__).resolve().parents[3]
 LENGTHS = (19, 7, 2, 31, 12)
 STARTS = (0, 3, 0, 11, 11)
 TOP = (4, 0, 7, 2, 1)

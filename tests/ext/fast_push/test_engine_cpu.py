@@ -37,11 +37,9 @@ from slime.rollout.engine_request import append_output, request_payload
 from slime.utils.errors import WeightSyncError
 from slime.utils.processing_utils import full_pixels, load_processor
 from slime.utils.types import Sample
+from tests.contracts.source_tree import REPO
 from tests.loaded_model.buckets import digests, fill, whole_buckets
 from tests.unit.backends.sglang_utils.hostile_requests import ODD_STATUS, RAW, REQUESTS
-
-HERE = Path(__file__).parents[2] / "e2e"
-sys.path.insert(0, str(HERE))
 
 pytestmark = [
     pytest.mark.e2e,
@@ -172,8 +170,8 @@ def by_value(named_tensors: list[tuple[str, torch.Tensor]]) -> str:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     cpu_shim.install()
-    from engine_owner import engine_args
-    from tiny_qwen3_vl import save_tiny_model
+    from tests.e2e.engine_owner import engine_args
+    from tests.e2e.tiny_qwen3_vl import save_tiny_model
 
     torch.multiprocessing.set_sharing_strategy("file_system")
     folder = tmp_path_factory.mktemp("engine")
@@ -182,7 +180,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     out = folder / "engine.json"
     log = (folder / "owner.log").open("wb")
     owner = subprocess.Popen(
-        [sys.executable, str(HERE / "engine_owner.py"), str(folders[0]), str(out), json.dumps(FLAGS)],
+        [sys.executable, str(REPO / "tests/e2e/engine_owner.py"), str(folders[0]), str(out), json.dumps(FLAGS)],
         stdout=log,
         stderr=subprocess.STDOUT,
         env=child_environment(),
@@ -206,7 +204,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def child_environment() -> dict[str, str]:
     from slime.utils import env
 
-    root = str(HERE.parents[1])
+    root = str(REPO)
     return env.copy() | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
 
 

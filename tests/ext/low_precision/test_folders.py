@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,11 +18,11 @@ from slime.ext.low_precision.folders.target import JOURNAL, LOCK
 from slime.ext.low_precision.folders.to_quantized import to_fp8
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.file_digests import DIGEST_FILE, FolderDigests, check_in_background, pieces_of_file
+from tests.contracts.source_tree import REPO
 from tests.ext.low_precision.checkpoints import files_of, read_folder, tensors_of, write_folder
 from tests.unit.utils.test_hostile_input import FOLDERS, one_line, write_broken_folder
 
 INDEX = "model.safetensors.index.json"
-REPO = Path(__file__).parents[3]
 
 
 @pytest.fixture

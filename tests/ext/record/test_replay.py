@@ -49,7 +49,7 @@ def samples_of(rollout_id: int) -> list[Sample]:
 
 def train_on_two_ranks(rank: int, world_size: int, port: int, folder: str) -> None:
     """A run of three steps on two tensor ranks."""
-    from megatron_case import hf_flags
+    from tests.unit.backends.megatron_utils.megatron_case import hf_flags
 
     os.chdir(folder)
     record_a_run(Path(folder, "tp2"), [*hf_flags(Path(folder, "hf")), *TP2, *NO_DROPOUT], rank, world_size, port)
@@ -77,7 +77,7 @@ def clear_between_trainers() -> Callable[[], None]:
 
 def train_and_replay(rank: int, world_size: int, port: int, folder: str) -> dict[str, object]:
     """A run of three steps by the replay's own trainer, then replays of it, all in this process."""
-    from megatron_case import hf_flags
+    from tests.unit.backends.megatron_utils.megatron_case import hf_flags
 
     clear = clear_between_trainers()
     root = Path(folder)

@@ -72,9 +72,6 @@ class _Rank(CopyingRank):
         is_same = all(tensors[name].equal(tensor) for name, tensor in expected.items())
         return is_same and tensors.keys() == expected.keys() and values == {"steps": rollout_id}
 
-    def has_copy(self) -> bool:
-        return self.worker.state_copy is not None
-
 
 Rank = ray.remote(num_cpus=0, concurrency_groups={COPY_GROUP: 1})(_Rank)
 

@@ -19,10 +19,10 @@ from slime.rollout.multi_turn import converse
 from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.utils.processing_utils import load_tokenizer, open_image
 from slime.utils.types import Sample
+from tests.contracts.source_tree import REPO
 from tests.e2e.vision_jobs import write_rows
 from tests.unit import talking_engine
 
-REPO = Path(__file__).parents[3]
 PARAMS = {"temperature": 1.0, "max_new_tokens": 500}
 PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>x?<|im_end|>\n<|im_start|>assistant\n"
 

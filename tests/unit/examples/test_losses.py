@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "backends/megatron_utils"))
-
-from megatron_case import parse, start_single_process  # noqa: E402
-from test_loss import MODEL_FLAGS, make_args, make_batch, make_logits, run  # noqa: E402
+from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
+from tests.unit.backends.megatron_utils.test_loss import MODEL_FLAGS, make_args, make_batch, make_logits, run
 
 REDUCER = "examples.DrGRPO.custom_reducer.get_pg_loss_reducer"
 

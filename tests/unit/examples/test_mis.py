@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-REPO = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(REPO / "tests/unit/backends/megatron_utils"))
-
-from megatron_case import parse, start_single_process  # noqa: E402
-from test_loss import MODEL_FLAGS, make_args, make_batch, make_logits, run  # noqa: E402
-
-from examples.train_infer_mismatch_helper.mis import (  # noqa: E402
+from examples.train_infer_mismatch_helper.mis import (
     KEYS,
     config_from_args,
 )
-from slime.utils.errors import ConfigError  # noqa: E402
+from slime.utils.errors import ConfigError
+from tests.contracts.source_tree import REPO
+from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
+from tests.unit.backends.megatron_utils.test_loss import MODEL_FLAGS, make_args, make_batch, make_logits, run
 
 PATH = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
 YAML = yaml.safe_load((REPO / "examples/train_infer_mismatch_helper/mis.yaml").read_text())

@@ -24,8 +24,8 @@ from slime.flags.cluster import check_loop
 from slime.flags.evaluation import EvalDatasetConfig
 from slime.rollout.rm_hub import async_rm
 from slime.utils.types import Sample
+from tests.contracts.source_tree import REPO
 
-REPO = Path(__file__).parents[3]
 SCRIPTS = sorted(path.relative_to(REPO) for path in REPO.glob("examples/**/run-*.sh"))
 PAGE_OF_EXAMPLES = Path("docs/environments.md")
 """Of the scripts that have no folder of their own."""

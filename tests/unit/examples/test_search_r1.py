@@ -6,7 +6,6 @@ import asyncio
 import importlib
 import math
 import re
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,8 @@ from slime.rollout.sglang_rollout import generate_and_rm
 from slime.utils.aiohttp_threaded import run_app_in_thread
 from slime.utils.async_utils import run
 from slime.utils.types import Sample
+from tests.contracts.source_tree import REPO
 
-REPO = Path(__file__).parents[3]
 FACTS = ["pet of Kiv is Lum", "code of Lum is 74", "pet of Bab is Zof", "code of Zof is 11"]
 
 

@@ -7,9 +7,9 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
-REPO = Path(__file__).parents[3]
+from tests.contracts.source_tree import REPO
+
 PAGE = (REPO / "docs/gpu.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 STEPS = [shlex.split(line, comments=True) for line in BLOCKS[0].splitlines()]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).parents[3]
+from tests.contracts.source_tree import REPO
+
 GPU = "echo 'GPU 0: NVIDIA H100 80GB HBM3'"
 NO_GPU = "echo 'NVIDIA-SMI has failed'; exit 9"
 PYTHON = """

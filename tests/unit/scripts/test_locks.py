@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-REPO = Path(__file__).parents[3]
+from tests.contracts.source_tree import REPO
+
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 WITH = ("tracking", "demo", "math", "docs", "dev")
 """The extras that ``make install`` brings beside that of the device."""

@@ -26,9 +26,8 @@ from slime.backends.megatron_utils.flags.hf_config_check import (
     read_hf_config,
 )
 from slime.utils.errors import ConfigError
+from tests.contracts.source_tree import REPO
 from tests.unit.backends.megatron_utils.megatron_case import parse
-
-REPO = Path(__file__).parents[3]
 
 OURS = {"tiny-arithmetic"}
 

@@ -13,8 +13,8 @@ import pytest
 
 from slime.compose import parse_flags
 from tests.contracts.seed_commands import SEED_COMMANDS
+from tests.contracts.source_tree import REPO
 
-REPO = Path(__file__).parents[3]
 RECIPES = {
     # script -> the seed's flag group that it must contain, and the GPUs of a node in the seed
     "run-glm4-9B.sh": "GLM4 9B",

@@ -13,11 +13,11 @@ from torch.distributed.run import get_args_parser
 from slime.compose import flag_groups, parse_flags
 from slime.flags.parse import build_parser
 from slime.flags.words import refuse_unknown
+from tests.contracts.source_tree import REPO
 from tests.unit.scripts import seed_blocks
 from tests.unit.scripts.seed_blocks import BLOCKS, CONVERSIONS, TYPING_ERRORS
 from tools import convert_hf_to_fp8, fp8_cast_bf16
 
-REPO = Path(__file__).parents[3]
 PROGRAMS = ("torchrun", "python", "pip", "ssh", "hf", "huggingface-cli", "git", "bash", "ray")
 ENVIRONMENT = {"BASE_DIR": "/base", "MASTER_ADDR": "10.0.0.1", "NODE_RANK": "1", "WORKER_IP": "10.0.0.2"}
 

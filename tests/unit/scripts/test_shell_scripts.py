@@ -4,7 +4,8 @@ import re
 import subprocess
 from pathlib import Path
 
-REPO = Path(__file__).parents[3]
+from tests.contracts.source_tree import REPO
+
 SCRIPTS = sorted(
     [*REPO.glob("scripts/**/*.sh"), *REPO.glob("examples/**/*.sh"), REPO / "scripts/check", REPO / ".ci/run"]
 )

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +18,8 @@ from slime.utils.async_utils import AsyncLoopThread, StallTimeout
 from slime.utils.errors import DeadlineError, HookError
 from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, await_plugin, call_plugin, import_plugin
+from tests.contracts.source_tree import REPO
 
-REPO = Path(__file__).parents[3]
 SAMPLE = SimpleNamespace(index=3, group_index=1)
 CALL = PluginCall("--custom-rm-path", "mine.grade", SAMPLE)
 

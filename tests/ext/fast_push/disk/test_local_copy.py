@@ -7,14 +7,9 @@ import multiprocessing as mp
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from disk_model import Pusher, read_model, write_model
 
 from slime.ext.fast_push.disk import local_copy, versions
 from slime.ext.fast_push.disk.delta import DeltaBase
@@ -29,6 +24,7 @@ from slime.ext.fast_push.disk.versions import (
 )
 from slime.utils.errors import ConfigError, WeightSyncError
 from slime.weights.stored_tensors import read_layout
+from tests.ext.fast_push.disk.disk_model import Pusher, read_model, write_model
 
 ENCODINGS = ("xor", "overwrite")
 

@@ -13,15 +13,12 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "dist"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from disk_engine import DiskEngine
-from trainer_case import cut, make_args, make_train_data, new_updater, run_workers, start_worker, write_model
+from tests.ext.fast_push.dist.disk_engine import DiskEngine
+from tests.dist.trainer_case import cut, make_args, make_train_data, new_updater, run_workers, start_worker, write_model
+from tests.contracts.source_tree import REPO
 
 pytestmark = [pytest.mark.dist]
 
-REPO = Path(__file__).resolve().parents[4]
 
 LAYOUTS = {
     "tensors in two": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),

@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel import layers, random
 
 from slime.backends.megatron_utils import cpu_platform
 from slime.utils.errors import ConfigError
+from tests.contracts.source_tree import REPO
 
-REPO = Path(__file__).parents[4]
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the replacements are for machines without CUDA")
 
 

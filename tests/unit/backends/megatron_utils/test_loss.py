@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from megatron_case import parse, start_single_process
 
 from slime.algorithms.advantages import Estimator, group_relative_advantages
 from slime.algorithms.policy_losses import ClipConfig, PolicyLoss, PolicyLossInputs, TokenLosses
 from slime.backends.megatron_utils import loss
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.utils.errors import DataError
+from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
 VOCAB = 5
 MODEL_FLAGS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -12,13 +11,6 @@ import pytest
 import torch
 from torch import Tensor, UntypedStorage
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "dist"))
-
-from megatron_case import start_single_process
-from test_train_step import train
-from trainer_case import make_args, write_model
-
 from slime.backends.megatron_utils.checkpoints.optimizer_state import own_tensors
 from slime.backends.megatron_utils.model import setup_model_and_optimizer
 from slime.backends.megatron_utils.policies import ModelSwitch
@@ -26,6 +18,9 @@ from slime.backends.megatron_utils.sleep import OffloadedState
 from slime.compose import parts
 from slime.ray.parts import load_all
 from slime.weights.pinned_memory import aligned
+from tests.dist.trainer_case import make_args, write_model
+from tests.unit.backends.megatron_utils.megatron_case import start_single_process
+from tests.unit.backends.megatron_utils.test_train_step import train
 
 CHUNK = 4096
 """Bytes: less than most storages here have."""

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "dist"))
-
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from megatron_case import start_single_process
-from trainer_case import cut, make_args, make_train_data, write_model
 
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
@@ -25,6 +18,8 @@ from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.train_metrics import perf_metrics, reduce_step_metrics, rollout_metrics
 from slime.backends.megatron_utils.train_step import OptimizerSteps, reset_optimizer_states
 from slime.utils.errors import ConfigError, StepError
+from tests.dist.trainer_case import cut, make_args, make_train_data, write_model
+from tests.unit.backends.megatron_utils.megatron_case import start_single_process
 
 
 @pytest.fixture(scope="module")

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from megatron_case import parse, start_single_process
-from test_loss import MODEL_FLAGS, make_args, make_batch, make_logits
-
 from slime.backends.megatron_utils import loss
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
+from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
+from tests.unit.backends.megatron_utils.test_loss import MODEL_FLAGS, make_args, make_batch, make_logits
 
 MASKS = ((1, 0, 1), (0, 1, 1, 0), (0, 0))
 LOG_PROBS = [[-1.0, -2.0, -0.5], [-1.5, -0.7, -2.5, -0.3], [-1.0, -1.0]]

@@ -12,8 +12,7 @@ from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.cpu_shim import StubFinder
 from slime.utils import env
 from slime.utils.errors import ConfigError
-
-REPOSITORY = Path(__file__).parents[4]
+from tests.contracts.source_tree import REPO
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_a_child_process_gets_the_waiting_hook_and_one_thread():
     variables = cpu_shim.child_environment()
     first, second, *_ = variables["PYTHONPATH"].split(":")
     assert (Path(first) / "sitecustomize.py").exists()
-    assert Path(second) == REPOSITORY
+    assert Path(second) == REPO
     assert variables["OMP_NUM_THREADS"] == "1"
     assert variables["SGLANG_USE_CPU_ENGINE"] == "1"
 

@@ -25,10 +25,10 @@ from slime.backends.megatron_utils.models import find_family
 from slime.utils.errors import ConfigError
 from slime_plugins.models.glm5.glm5 import first_layers_of_stages, get_glm5_spec, indexer_settings
 from slime_plugins.models.glm5.index_sharing import PipelineSplitError
+from tests.contracts.source_tree import REPO
 from tests.matrix.families import deepseek_v32, glm5
 from tests.unit.backends.megatron_utils.megatron_case import pack, parse, start_single_process
 
-REPO = Path(__file__).parents[4]
 SEED_LAYOUT = "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 8 "
 SEED_LAYOUT += "--decoder-first-pipeline-num-layers 14 --decoder-last-pipeline-num-layers 16 "
 SEED_LAYOUT += "--context-parallel-size 8 --expert-model-parallel-size 32 --expert-tensor-parallel-size 1 "
