@@ -39,7 +39,11 @@ JOBS: list[Job] = []
 
 
 class Job:
-    """One training job in a private Ray; its processes are found by a tag in their environment."""
+    """One training job in a private Ray; its processes are found by a tag in their environment.
+
+    Args:
+        script: a driver in Python or a recipe in shell, by its path in the repository.
+    """
 
     def __init__(self, script: str, flags: list[str], log: Path, **environment: str) -> None:
         self._tag = f"SLIME_TEST_JOB={uuid.uuid4().hex}"
@@ -47,7 +51,7 @@ class Job:
         name, value = self._tag.split("=")
         self.log = log
         self.process = subprocess.Popen(
-            [sys.executable, REPO / script, *flags],
+            [*([sys.executable] if script.endswith(".py") else []), REPO / script, *flags],
             stdout=open(log, "w"),
             stderr=subprocess.STDOUT,
             cwd=REPO,
@@ -86,13 +90,13 @@ class Job:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float, *, poll_s: float = 0.05) -> None:
         """Until ``condition()``; fails when the job ends before, or time is up."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"the job ended before {what}:\n{self.text()[-4000:]}"
             assert time.monotonic() < deadline, f"no {what} within {timeout_s} s:\n{self.text()[-4000:]}"
-            time.sleep(0.05)
+            time.sleep(poll_s)
 
     def finish(self, timeout_s: float) -> int:
         return self.process.wait(timeout=timeout_s)
@@ -124,7 +128,9 @@ class Job:
                 continue
         return lines
 
-    def kill_everything(self) -> None:
+    def kill_everything(self) -> int:
+        """SIGKILL to every process; gives how many were killed."""
+        killed = 0
         for _ in range(50):
             pids = self.pids()
             if not pids:
@@ -132,10 +138,12 @@ class Job:
             for pid in pids:
                 try:
                     os.kill(pid, signal.SIGKILL)
+                    killed += 1
                 except ProcessLookupError:
                     continue
             time.sleep(0.1)
         self.process.wait(timeout=30)
+        return killed
 
 
 def make_task(folder: Path) -> None:

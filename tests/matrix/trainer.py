@@ -32,10 +32,9 @@ from slime.backends.megatron_utils.train_step import accumulate_gradients
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors, whole_shape
 from slime.compose import parse_args, parts
 from slime.ray.parts import load_all
-from slime.train_data.columns import RankBatch, TrainBatch
-from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
-from slime.train_data.split import split_by_rank
+from slime.train_data.columns import RankBatch
 from slime.utils.types import RolloutBatch
+from tests.dist.trainer_case import cut
 from tests.matrix.batch import GLOBAL_BATCH_SIZE
 from tests.matrix.case import FamilyCase, read_config
 
@@ -61,22 +60,13 @@ def make_args(case: FamilyCase, folder: Path, *flags: object, world_size: int = 
 
 def rank_data_of(args: Namespace, train_data: dict[str, Any]) -> RankBatch:
     """This rank's share, cut and packed as the rollout manager does it."""
-    config = ScheduleConfig(
-        dp_size=mpu.get_data_parallel_world_size(),
-        cp_size=mpu.get_context_parallel_world_size(),
-        vpp_size=args.virtual_pipeline_model_parallel_size or 1,
-        microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage,
-        use_dynamic_batch_size=args.use_dynamic_batch_size,
-        max_tokens_per_gpu=args.max_tokens_per_gpu,
-        micro_batch_size=args.micro_batch_size,
-    )
-    schedule = build_dp_schedule(
-        config,
-        [len(tokens) for tokens in train_data["tokens"]],
-        global_batch_size=args.global_batch_size,
-        rollout_indices=train_data["rollout_ids"],
-    )
-    return split_by_rank(TrainBatch.from_dict(train_data), schedule)[mpu.get_data_parallel_rank()]
+    parallel = {
+        "dp_size": mpu.get_data_parallel_world_size(),
+        "cp_size": mpu.get_context_parallel_world_size(),
+        "vpp_size": args.virtual_pipeline_model_parallel_size or 1,
+        "microbatch_group_size_per_vp_stage": args.microbatch_group_size_per_vp_stage,
+    }
+    return cut(args, train_data, parallel)[mpu.get_data_parallel_rank()]
 
 
 def load_model(args: Namespace) -> Chunks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from argparse import Namespace
 
 import openai
 import pytest
@@ -13,6 +12,7 @@ from slime.ext.agent import session
 from slime.rollout.rm_hub.policy import FAILURES
 from slime.rollout.sglang_rollout import GenerateState, generate_and_rm
 from slime.utils.types import Sample
+from tests.flag_values import args_with
 from tests.unit.talking_engine import TalkingEngine, make_tokenizer
 
 
@@ -30,29 +30,17 @@ def args(tmp_path):
     engine = TalkingEngine(make_tokenizer(), policy)
     engine.start()
     GenerateState.clear_instances()
-    yield Namespace(
-        rollout_max_context_len=None,
+    yield args_with(
         hf_checkpoint=str(tmp_path),
         sglang_router_ip="127.0.0.1",
         sglang_router_port=engine.port,
         sglang_server_concurrency=8,
-        rollout_num_gpus=1,
-        rollout_num_gpus_per_engine=1,
-        rollout_temperature=1.0,
-        rollout_top_p=1.0,
-        rollout_top_k=-1,
-        rollout_max_response_len=300,
-        rollout_stop=None,
-        rollout_stop_token_ids=None,
-        rollout_skip_special_tokens=False,
         sglang_enable_deterministic_inference=False,
-        partial_rollout=False,
-        mask_offpolicy_in_partial_rollout=False,
-        group_rm=False,
-        custom_generate_function_path="examples.agent_calculator.generate.generate",
-        rollout_seed=0,
-        n_samples_per_prompt=1,
         sglang_dp_size=1,
+        rollout_num_gpus=1,
+        rollout_max_response_len=300,
+        rollout_seed=0,
+        custom_generate_function_path="examples.agent_calculator.generate.generate",
     )
     session.stop_servers()
     engine.stop()

@@ -13,6 +13,7 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.run_state import RunState, use_run
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
+from tests.flag_values import args_with
 from tests.unit.rollout.test_data_source import make_args  # noqa: F401  a fixture
 
 SIZES = {"a": 4, "b": 10}
@@ -32,14 +33,12 @@ def open_source(tmp_path, monkeypatch):
         sources = [{"path": str(tmp_path / f"{n}.jsonl"), "name": n, "weight": w} for n, w in (("a", a), ("b", b))]
         mix = {"datasets": sources} | ({"curriculum": curriculum} if curriculum is not None else {})
         (tmp_path / "mix.yaml").write_text(json.dumps(mix).replace('"0":', "0:").replace('"10":', "10:"))
-        defaults = dict(
-            rollout_global_dataset=True, prompt_data=str(tmp_path / "mix.yaml"), hf_checkpoint="unused",
-            dump_details=None, rollout_max_prompt_len=None, input_key="input", label_key="answer", tool_key="tools",
-            metadata_key="metadata", multimodal_keys=None, apply_chat_template=False, apply_chat_template_kwargs={},
-            rollout_seed=42, rollout_shuffle=shuffle, n_samples_per_prompt=2, buffer_filter_path=None,
-            save=str(tmp_path / "run"), load=str(tmp_path / "run"), start_rollout_id=None, accept_other_data=False,
-        )  # fmt: skip
-        return MixedDataSource(Namespace(**defaults | values))
+        given = {
+            "prompt_data": str(tmp_path / "mix.yaml"), "hf_checkpoint": "unused", "label_key": "answer",
+            "apply_chat_template": False, "rollout_shuffle": shuffle, "n_samples_per_prompt": 2,
+            "save": str(tmp_path / "run"), "load": str(tmp_path / "run"),
+        }  # fmt: skip
+        return MixedDataSource(args_with(**given | values))
 
     yield make
     use_run(RunState())

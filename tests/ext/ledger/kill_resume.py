@@ -27,25 +27,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-REPO = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPO))
-
-from slime.ext.ledger.frames import folder_bytes, read_folder  # noqa: E402
-from slime.ext.ledger.records import ReplayState  # noqa: E402
-from slime.rollout.plain_values import read_state  # noqa: E402
-from tools import ledger as ledger_tool  # noqa: E402
+from slime.ext.ledger.frames import folder_bytes, read_folder
+from slime.ext.ledger.records import ReplayState
+from slime.rollout.plain_values import read_state
+from tests.e2e.job import GONE_S, Job
+from tools import ledger as ledger_tool
 
 FLUSH_S = 0.2
 """Ten times --rollout-ledger-flush-s: an answer that is older when the job is killed is in the file."""
@@ -53,73 +46,27 @@ LOG_PROB_ERROR = 1e-6
 """The ledger keeps float32."""
 
 
-class Job:
-    """One start of the recipe; every process of it carries a tag in its environment, by which it is found."""
-
-    def __init__(self, options: argparse.Namespace, number: int) -> None:
-        self.tag = f"KILL_RESUME_TAG={uuid.uuid4().hex}"
-        self.log = options.work_dir / f"run{number}.log"
-        name, value = self.tag.split("=")
-        environment = dict(os.environ) | {
-            name: value,
-            "TINY_DIR": str(options.tiny_dir),
-            "SAVE_DIR": str(options.work_dir / "save"),
-            "LOOP": "async" if options.fully_async else "sync",
-            "JOB_EXTRA_ENV": "AUDIT_DIR",
-            "AUDIT_DIR": str(options.work_dir),
-        }
-        command = [
-            str(REPO / "scripts" / f"run-tiny-{options.device}.sh"),
-            *("--num-rollout", str(options.num_rollout), "--save-interval", "1", "--eval-interval", "10"),
-            *("--over-sampling-batch-size", "48", "--partial-rollout"),
-            *("--dynamic-sampling-filter-path", "tests.e2e.audit_plugins.filter_and_note"),
-            *("--rollout-sample-hook-path", "tests.e2e.audit_plugins.note_answer"),
-            *("--custom-megatron-before-train-step-hook-path", "tests.e2e.audit_plugins.note_train_step"),
-            *("--save-debug-rollout-data", str(options.work_dir / "dumps" / "{rollout_id}.pt")),
-            *options.flags,
-        ]
-        self.process = subprocess.Popen(
-            command, stdout=open(self.log, "w"), stderr=subprocess.STDOUT, env=environment, cwd=REPO
-        )
-
-    def pids(self) -> list[int]:
-        """Every live process of the job, found by the tag."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if self.tag.encode() in path.read_bytes().split(b"\0"):
-                    found.append(int(path.parent.name))
-            except OSError:
-                continue
-        return found
-
-    def kill(self) -> int:
-        """SIGKILL to every process; gives how many there were."""
-        killed = 0
-        for _ in range(20):
-            pids = self.pids()
-            if not pids:
-                break
-            for pid in pids:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                    killed += 1
-                except ProcessLookupError:
-                    continue
-            time.sleep(0.1)
-        self.process.wait(timeout=30)
-        assert not self.pids(), f"processes survive: {self.pids()}"
-        return killed
-
-    def wait_until(self, condition: Callable[[], bool], *, timeout_s: float, poll_s: float) -> None:
-        """Until ``condition()``, while the job runs."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            if self.process.poll() is not None:
-                raise SystemExit(f"the job ended early with {self.process.returncode}; see {self.log}")
-            if time.monotonic() > deadline:
-                raise SystemExit(f"the moment did not come within {timeout_s} s; see {self.log}")
-            time.sleep(poll_s)
+def start(options: argparse.Namespace, number: int) -> Job:
+    """The recipe, for the first time or again."""
+    flags = [
+        *("--num-rollout", str(options.num_rollout), "--save-interval", "1", "--eval-interval", "10"),
+        *("--over-sampling-batch-size", "48", "--partial-rollout"),
+        *("--dynamic-sampling-filter-path", "tests.e2e.audit_plugins.filter_and_note"),
+        *("--rollout-sample-hook-path", "tests.e2e.audit_plugins.note_answer"),
+        *("--custom-megatron-before-train-step-hook-path", "tests.e2e.audit_plugins.note_train_step"),
+        *("--save-debug-rollout-data", str(options.work_dir / "dumps" / "{rollout_id}.pt")),
+        *options.flags,
+    ]
+    return Job(
+        f"scripts/run-tiny-{options.device}.sh",
+        flags,
+        options.work_dir / f"run{number}.log",
+        TINY_DIR=str(options.tiny_dir),
+        SAVE_DIR=str(options.work_dir / "save"),
+        LOOP="async" if options.fully_async else "sync",
+        JOB_EXTRA_ENV="AUDIT_DIR",
+        AUDIT_DIR=str(options.work_dir),
+    )
 
 
 def tracker(save: Path) -> int:
@@ -151,10 +98,10 @@ def kill_during_generation(job: Job, save: Path, after: int, timeout_s: float) -
         seen["step"] = latest
         return len(waiting_groups(save, latest)) > 0
 
-    job.wait_until(groups_wait, timeout_s=timeout_s, poll_s=0.02)
+    job.wait_until(groups_wait, "groups that wait in a checkpoint", timeout_s, poll_s=0.02)
     step = seen["step"]
     marker = f"step {step + 1}/"
-    job.wait_until(lambda: marker in job.log.read_text(), timeout_s=120, poll_s=0.02)
+    job.wait_until(lambda: marker in job.text(), "the next rollout", 120, poll_s=0.02)
     time.sleep(0.3)
     return f"generating after rollout {step}, {len(waiting_groups(save, step))} groups wait in its checkpoint"
 
@@ -164,7 +111,8 @@ def kill_during_training(job: Job, work: Path, after: int, timeout_s: float) -> 
     start = len(lines(work / "steps.jsonl"))
     job.wait_until(
         lambda: any(record["rollout"] >= after for record in lines(work / "steps.jsonl")[start:]),
-        timeout_s=timeout_s,
+        "an optimizer step",
+        timeout_s,
         poll_s=0.005,
     )
     return f"optimizer step of rollout {lines(work / 'steps.jsonl')[-1]['rollout']}"
@@ -177,7 +125,7 @@ def kill_during_save(job: Job, save: Path, after: int, timeout_s: float) -> str:
         latest = tracker(save)
         return latest >= after and (save / f"iter_{latest + 1:07d}").exists()
 
-    job.wait_until(is_saving, timeout_s=timeout_s, poll_s=0.001)
+    job.wait_until(is_saving, "a save", timeout_s, poll_s=0.001)
     return f"save of rollout {tracker(save) + 1}"
 
 
@@ -285,14 +233,14 @@ def main() -> None:
     )
     kills: list[float] = []
     for number, moment in enumerate(moments):
-        job = Job(options, number)
+        job = start(options, number)
         what = moment(job)
         before = tracker(save)
         kills.append(time.time())
-        killed = job.kill()
+        killed = job.kill_everything()
+        job.seconds_until_gone(GONE_S)
         print(f"kill {number + 1}: {what}; {killed} processes killed; resumes after rollout {before}", flush=True)
-    job = Job(options, len(moments))
-    code = job.process.wait(timeout=options.timeout_s * 2)
+    code = start(options, len(moments)).finish(options.timeout_s * 2)
     report = account(options.work_dir, options.num_rollout)
     report |= generated_again(options.work_dir, kills)
     for name, value in report.items():

@@ -13,16 +13,9 @@ from slime.observability.rollout_metrics import (
     correct_sample_metrics,
 )
 from slime.utils.types import Sample
+from tests.flag_values import args_with
 
-ARGS = Namespace(
-    reward_key=None,
-    eval_reward_key=None,
-    advantage_estimator="grpo",
-    n_samples_per_prompt=2,
-    n_samples_per_eval_prompt=1,
-    rollout_num_gpus=2,
-    log_passrate=True,
-)
+ARGS = args_with(n_samples_per_prompt=2, rollout_num_gpus=2, log_passrate=True)
 
 
 def sample(group: int, reward: float, length: int, status: Sample.Status = Sample.Status.COMPLETED) -> Sample:

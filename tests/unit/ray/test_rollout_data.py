@@ -15,6 +15,7 @@ from slime.ray.rollout_data import split_for_ranks, train_data_from_samples
 from slime.rollout.rm_hub.policy import grade_by_policy
 from slime.utils.errors import DataError, HookError
 from slime.utils.types import Sample
+from tests.flag_values import args_with
 
 
 def sample(**fields: Any) -> Sample:
@@ -23,22 +24,8 @@ def sample(**fields: Any) -> Sample:
 
 
 def train_data(samples: list[Sample], **flags: Any) -> dict[str, Any]:
-    args = Namespace(
-        custom_convert_samples_to_train_data_path=None,
-        custom_reward_post_process_path=None,
-        n_samples_per_prompt=1,
-        rollout_batch_size=1,
-        advantage_estimator="grpo",
-        rewards_normalization=False,
-        grpo_std_normalization=True,
-        reward_key=None,
-        use_rollout_routing_replay=False,
-        rollout_top_p=1.0,
-        named_columns={},
-        custom_rm_path=None,
-        rm_type="math",
-    )
-    return train_data_from_samples(Namespace(**vars(args) | flags), samples)
+    plain = {"rollout_batch_size": 1, "rewards_normalization": False, "rm_type": "math"}
+    return train_data_from_samples(args_with(**plain | flags), samples)
 
 
 def one_list(args, samples):

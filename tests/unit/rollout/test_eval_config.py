@@ -1,7 +1,5 @@
 """Evaluation data sets: which value wins, and what is refused."""
 
-from argparse import Namespace
-
 import pytest
 
 from slime.flags.evaluation import (
@@ -10,25 +8,18 @@ from slime.flags.evaluation import (
     eval_datasets_from_args,
 )
 from slime.utils.errors import ConfigError
+from tests.flag_values import args_with
 
 
 def make_args(**values):
-    defaults = {
-        "eval_config": None,
-        "eval_prompt_data": None,
-        "input_key": "input",
-        "eval_input_key": None,
-        "metadata_key": "metadata",
+    given = {
         "apply_chat_template": True,
-        "rollout_temperature": 1.0,
-        "eval_temperature": None,
-        "rollout_top_p": 1.0,
         "eval_top_p": 0.7,
         "n_samples_per_eval_prompt": 4,
         "n_samples_per_prompt": 8,
         "rollout_stop": ["END"],
     }
-    return Namespace(**defaults | values)
+    return args_with(**given | values)
 
 
 def test_a_value_comes_from_the_entry_then_the_defaults_then_eval_flags_then_rollout_flags():

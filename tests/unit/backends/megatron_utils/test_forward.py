@@ -10,22 +10,13 @@ import torch
 
 from slime.backends.megatron_utils import forward
 from slime.backends.megatron_utils.forward import needs_old_log_probs, readers_of_old_log_probs
+from tests.flag_values import args_with
 
-PLAIN: dict[str, Any] = {
-    "loss_type": "policy_loss",
-    "advantage_estimator": "grpo",
-    "kl_coef": 0.0,
-    "advantage_terms": [],
-    "custom_advantage_function_path": None,
-    "keep_old_actor": False,
-    "use_tis": False,
-    "get_mismatch_metrics": False,
-    "use_rollout_logprobs": False,
-    "use_routing_replay": False,
-    "use_rollout_routing_replay": False,
-    "use_rollout_entropy": False,
-}
-"""GRPO, one optimizer step per rollout: the first forward pass of training does."""
+
+def plain(**overrides: Any) -> Namespace:
+    """GRPO, one optimizer step per rollout: the first forward pass of training does."""
+    return args_with(**{"use_routing_replay": False} | overrides)
+
 
 KEEPS_IT_SKIPPED = [
     {},
@@ -58,7 +49,7 @@ NEEDS_IT = [
 
 
 def needed(overrides: dict[str, Any], num_steps: int = 1) -> bool:
-    return needs_old_log_probs(Namespace(**PLAIN | overrides), num_steps)
+    return needs_old_log_probs(plain(**overrides), num_steps)
 
 
 @pytest.mark.parametrize("overrides", KEEPS_IT_SKIPPED, ids=str)
@@ -70,7 +61,7 @@ def test_one_step_and_nobody_who_reads_them_before_it_leaves_the_pass_out(overri
 @pytest.mark.parametrize("overrides", NEEDS_IT, ids=str)
 def test_the_pass_is_made_for_each_of_its_readers(overrides):
     assert needed(overrides)
-    assert len(list(readers_of_old_log_probs(Namespace(**PLAIN | overrides), 1))) == 1
+    assert len(list(readers_of_old_log_probs(plain(**overrides), 1))) == 1
 
 
 def test_with_the_engines_log_probs_only_a_comparison_with_the_trainers_or_the_entropy_needs_it():

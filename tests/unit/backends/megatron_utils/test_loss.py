@@ -13,6 +13,7 @@ from slime.algorithms.policy_losses import ClipConfig, PolicyLoss, PolicyLossInp
 from slime.backends.megatron_utils import loss
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
 from slime.utils.errors import DataError
+from tests.flag_values import args_with
 from tests.unit.backends.megatron_utils.megatron_case import parse, start_single_process
 
 VOCAB = 5
@@ -30,19 +31,8 @@ def world() -> None:
 
 def make_args(**overrides: Any) -> Namespace:
     """What a loss reads; plain GRPO unless overridden."""
-    defaults: dict[str, Any] = {
-        "vocab_size": VOCAB, "allgather_cp": False, "rollout_temperature": 1.0, "log_probs_chunk_size": -1,
-        "entropy_coef": 0.0,
-        "use_rollout_logprobs": False, "advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.28,
-        "eps_clip_c": None, "use_opsm": False, "opsm_delta": 1e-4, "use_tis": False, "get_mismatch_metrics": False,
-        "tis_clip": 2.0, "tis_clip_low": 0.0, "custom_tis_function_path": None,
-        "custom_pg_loss_reducer_function_path": None, "calculate_per_token_loss": False, "use_kl_loss": False,
-        "use_unbiased_kl": False, "kl_loss_coef": 0.0, "kl_loss_type": "k1", "value_clip": 0.2,
-        "custom_loss_function_path": None, "recompute_loss_function": False, "kl_coef": 0.0,
-        "loss_type": "policy_loss", "keep_old_actor": False, "use_routing_replay": False,
-        "use_rollout_routing_replay": False,
-    }  # fmt: skip
-    return Namespace(**{**defaults, **overrides})
+    plain = {"vocab_size": VOCAB, "allgather_cp": False, "eps_clip_high": 0.28, "use_routing_replay": False}
+    return args_with(**plain | overrides)
 
 
 def make_batch(masks: tuple[tuple[int, ...], ...] = ((1, 1), (1, 1, 1, 1)), **columns: Any) -> dict[str, Any]:

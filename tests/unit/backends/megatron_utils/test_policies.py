@@ -13,20 +13,9 @@ from slime.backends.megatron_utils import policies
 from slime.backends.megatron_utils.policies import ModelSwitch, Policies
 from slime.flags.algorithm import FrozenPolicy
 from slime.utils.errors import ConfigError
+from tests.flag_values import args_with
 
-FRESH = {
-    "finetune": True,
-    "load": "hf",
-    "earlier_load": None,
-    "ref_load": "hf",
-    "ckpt_step": None,
-    "ref_ckpt_step": None,
-    "ref_update_interval": None,
-    "num_critic_only_steps": 0,
-    "keep_old_actor": False,
-    "offload_train": False,
-    "frozen_policies": [],
-}
+FRESH = {"finetune": True, "load": "hf", "earlier_load": None, "ref_load": "hf", "ckpt_step": None}
 
 
 def load(
@@ -45,7 +34,7 @@ def load(
 
     monkeypatch.setattr(policies.checkpoint, "load_weights", load_weights)
     switch = ModelSwitch([model])
-    kept = Policies(Namespace(**{**FRESH, **changed}), [model], switch)
+    kept = Policies(args_with(**FRESH | changed), [model], switch)
     kept.load(with_ref=True, is_from_load=is_from_load, iteration=iteration)
     return model, switch, read
 
@@ -104,7 +93,7 @@ def test_a_policy_that_is_not_there_is_named_by_the_flag_that_gave_it(load_arg: 
     asked = [FrozenPolicy("other", load_arg, "gone", "other_step", None, "other_log_probs")]
     model = torch.nn.Linear(3, 2)
     with pytest.raises(ConfigError, match=f"{flag}: gone is not a folder"):
-        kept = Policies(Namespace(**{**FRESH, "frozen_policies": asked}), [model], ModelSwitch([model]))
+        kept = Policies(args_with(**FRESH, frozen_policies=asked), [model], ModelSwitch([model]))
         kept.load(with_ref=False, is_from_load=True, iteration=0)
 
 
@@ -134,5 +123,5 @@ def test_a_step_that_is_not_there_is_named_by_its_flag(tmp_path: Path) -> None:
     asked = [FrozenPolicy("teacher", "opd_teachers", str(tmp_path), "opd_teacher_ckpt_step", 2, "other_log_probs")]
     model = torch.nn.Linear(3, 2)
     with pytest.raises(ConfigError, match="no checkpoint iter_0000002, .* those: --opd-teacher-ckpt-step"):
-        kept = Policies(Namespace(**{**FRESH, "frozen_policies": asked}), [model], ModelSwitch([model]))
+        kept = Policies(args_with(**FRESH, frozen_policies=asked), [model], ModelSwitch([model]))
         kept.load(with_ref=False, is_from_load=True, iteration=0)
