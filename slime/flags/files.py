@@ -193,7 +193,6 @@ def check_contents(args: Namespace) -> None:
     Raises:
         DataError: a file is missing, cut or damaged.
     """
-    from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
     from slime.weights.file_digests import check_headers
 
     model = Path(args.hf_checkpoint)
@@ -208,6 +207,8 @@ def check_contents(args: Namespace) -> None:
             if found.kind == "huggingface":
                 check_headers(found.folder, verify=args.verify_checkpoint)
             else:
+                from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
+
                 CheckpointReader(found.folder, verify=args.verify_checkpoint).check_files()
         except DataError as error:
             raise DataError(f"{flag}: {error}") from error

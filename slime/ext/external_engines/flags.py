@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from slime.ext.external_engines.discovery import discover
 from slime.flags.group import FlagGroup
 from slime.flags.security import job_secret
 
@@ -12,6 +11,8 @@ from slime.flags.security import job_secret
 def ask_external_engines(args: Namespace) -> None:
     """Ask external engines what they are; their GPUs are not ours to place anything on."""
     if args.rollout_external and not args.debug_train_only:
+        from slime.ext.external_engines.discovery import discover
+
         infos = discover(args.rollout_external_engine_addrs, job_secret(args))
         args.rollout_external_engine_infos = infos
         args.rollout_num_engines = len(infos)
