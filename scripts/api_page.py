@@ -16,7 +16,7 @@ SECTIONS = (
     ("Conversations", "slime.rollout.multi_turn", "slime/ext/environments/multi_turn.py",
      ("converse", "TextEnvironment", "observation_text")),
     ("Requests to engines and other servers", "slime.utils.http_utils", "slime/utils/http_utils.py", ("post", "get")),
-    ("The protocol of remote_rm", "slime.rollout.rm_hub", "slime/rollout/rm_hub/__init__.py", ("remote_rm",)),
+    ("The protocol of remote_rm", "slime.rollout.rm_hub", "slime/rollout/rm_hub/remote.py", ("remote_rm",)),
     ("Filters", "slime.rollout.filter_hub.base_types", "slime/rollout/filter_hub/base_types.py",
      ("DynamicFilterOutput", "call_dynamic_filter")),
     ("Stock filters", "slime.rollout.filter_hub.dynamic_sampling_filters",

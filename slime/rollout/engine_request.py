@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.rollout.config import RolloutConfig
-from slime.rollout.direct_workers import send
+from slime.rollout.engine_client import send
 from slime.utils.errors import DataError, EngineError
 from slime.utils.processing_utils import (
     encode_image_for_rollout_engine,

@@ -37,7 +37,7 @@ from slime.rollout.base_types import (
     leaf_samples,
 )
 from slime.rollout.config import RolloutConfig, rollout_config
-from slime.rollout.control_client import abort_engines, engine_loads
+from slime.rollout.engine_client import abort_engines, engine_loads
 from slime.rollout.engine_request import (
     _prepare_prompt_ids,
     append_checked,

@@ -22,7 +22,7 @@ from typing import Any
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout import sglang_rollout
 from slime.rollout.config import RolloutConfig, rollout_config
-from slime.rollout.direct_workers import NotForWorkers, WorkerPicker, router_would_drop
+from slime.rollout.engine_client import NotForWorkers, WorkerPicker, router_would_drop
 from slime.rollout.engine_request import (
     CUT,
     Decode,

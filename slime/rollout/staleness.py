@@ -16,7 +16,7 @@ from typing import Any
 
 from slime.rollout.base_types import Entry, Group, first_index, is_finished, leaf_samples
 from slime.rollout.config import RolloutConfig
-from slime.rollout.control_client import engine_versions
+from slime.rollout.engine_client import engine_versions
 from slime.rollout.rm_hub.policy import UNGRADED_STATUS
 from slime.utils.types import Sample
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, TextIO
 
 from slime.rollout.config import RolloutConfig
-from slime.rollout.control_client import busy_engines
+from slime.rollout.engine_client import busy_engines
 from slime.utils.async_utils import DEFAULT_TIMEOUT_S
 from slime.utils.errors import DeadlineError
 from slime.utils.plugins import SECONDS, calls_under_way

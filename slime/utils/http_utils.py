@@ -48,6 +48,7 @@ __all__ = [
     "job_headers",
     "post",
     "post_for_events",
+    "separate_sessions",
     "set_post_transport",
     "waits_for_engines",
 ]
@@ -145,6 +146,19 @@ class LoopSessions:
         session = self._sessions.pop(asyncio.get_running_loop(), None)
         if session is not None:
             await session.close()
+
+
+def separate_sessions(*, max_connections: int, timeout_s: float) -> LoopSessions:
+    """Return sessions whose connections no generation holds.  Proxies of the environment are not used."""
+
+    def make() -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=max_connections),
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            trust_env=False,
+        )
+
+    return LoopSessions(make)
 
 
 def get_rollout_num_engines(args: Namespace) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from slime.agent.adapters import BaseAdapter, OpenAIAdapter
 from slime.flags.reward import reward_config
 from slime.rollout.config import rollout_config
-from slime.rollout.direct_workers import send
+from slime.rollout.engine_client import send
 from slime.rollout.rm_hub.policy import leave_out
 from slime.rollout.sglang_rollout import GenerateState, get_model_url
 from slime.rollout.tools import turns_config

@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.ext.distill.flags import teacher_config, teachers_of
-from slime.rollout.control_client import UnusableAnswer, ask_patiently, control_sessions
+from slime.rollout.rm_hub.remote import UnusableAnswer, ask_patiently
 from slime.train_data.convert import named_entry
 from slime.utils.errors import ConfigError, DataError, GraderError
-from slime.utils.http_utils import RETRIED_STATUSES, decode_json, encode_json, job_headers
+from slime.utils.http_utils import RETRIED_STATUSES, decode_json, encode_json, job_headers, separate_sessions
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.redaction import redacted_text
 from slime.utils.types import Sample
@@ -37,7 +37,7 @@ MAX_CONNECTIONS = 256
 REQUEST_TIMEOUT_S = 600.0
 MAX_ATTEMPTS = 10
 
-_sessions = control_sessions(max_connections=MAX_CONNECTIONS, timeout_s=REQUEST_TIMEOUT_S)
+_sessions = separate_sessions(max_connections=MAX_CONNECTIONS, timeout_s=REQUEST_TIMEOUT_S)
 
 
 async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: Any) -> Any:

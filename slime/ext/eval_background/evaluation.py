@@ -33,7 +33,7 @@ from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
 from slime.rollout.base_types import call_rollout_fn, eval_samples
 from slime.rollout.config import rollout_config
-from slime.rollout.control_client import engine_versions
+from slime.rollout.engine_client import engine_versions
 from slime.rollout.run_state import RunState, use_run
 from slime.utils.async_utils import StallTimeout, run
 from slime.utils.errors import ProcessError, WeightSyncError

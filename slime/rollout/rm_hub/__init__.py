@@ -1,5 +1,5 @@
 """Rewards: which grader a sample gets, and the graders themselves, one a file;
-``remote_rm`` asks a server.
+``remote`` asks a server.
 
 The first of these decides: ``sample.custom_rm_path``, ``--custom-rm-path``, ``sample.metadata["rm_type"]``,
 ``--rm-type``.  A type with the prefix ``boxed_`` grades the last boxed answer instead of the whole response.
@@ -21,7 +21,6 @@ from typing import Any
 
 from slime.flags.reward import BOXED_PREFIX, RM_TYPES, RewardConfig, reward_config
 from slime.flags.security import trusts_remote_code
-from slime.rollout.control_client import UnusableAnswer, ask_patiently, control_sessions
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
@@ -31,11 +30,10 @@ from slime.rollout.rm_hub.math_dapo_utils import compute_score as compute_score_
 from slime.rollout.rm_hub.math_utils import compute_math_verify_reward, grade_answer_verl
 from slime.rollout.rm_hub.math_utils import extract_answer as extract_boxed_answer
 from slime.rollout.rm_hub.policy import GRADER_THREADS, grade_by_policy, within
-from slime.utils.errors import ConfigError
+from slime.rollout.rm_hub.remote import remote_rm
 from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, await_plugin, is_coroutine_function
 from slime.utils.processing_utils import load_tokenizer
-from slime.utils.redaction import redacted_text
 from slime.utils.types import Sample
 
 __all__ = [
@@ -52,9 +50,6 @@ __all__ = [
     "remote_rm",
 ]
 
-MAX_CONNECTIONS = 64
-TIMEOUT_S = 120.0
-"""For one answer of a reward server."""
 MAX_GRADED_CHARS = 200_000
 """Of a response, from its end, for graders that read every word of it; others look for the answer at its end."""
 TOKENIZERS: dict[str, Any] = {}
@@ -62,8 +57,6 @@ TOKENIZERS: dict[str, Any] = {}
 _READS_EVERY_WORD = ("f1", "gpqa", "ifbench", "gym")
 
 logger = logging.getLogger(__name__)
-
-_sessions = control_sessions(max_connections=MAX_CONNECTIONS, timeout_s=TIMEOUT_S)
 
 _GRADERS: dict[str, Callable[[Sample], Any]] = {
     "deepscaler": lambda sample: get_deepscaler_rule_based_reward(sample.response, sample.label),
@@ -214,25 +207,3 @@ async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any
         return await _call_custom(config, path, args, samples, **kwargs)
 
     return await grade_by_policy(config, samples, grade)  # type: ignore[return-value]
-
-
-async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> Any:
-    """Post ``{"prompt", "response", "label"}`` to ``--rm-url`` and return its JSON answer.
-
-    Raises:
-        GraderError: ``max_retries`` attempts failed (see ``ask_patiently``).
-    """
-    url = reward_config(args).rm_url
-    if not url:
-        raise ConfigError("--rm-type is remote_rm and --rm-url is empty; it must be the address of a reward server.")
-    payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
-
-    async def ask() -> Any:
-        async with _sessions.current().post(url, json=payload) as response:
-            response.raise_for_status()
-            reward = await response.json(content_type=None)
-        if not isinstance(reward, int | float | dict):
-            raise UnusableAnswer(f"it answered {str(reward)[:200]!r}, which is neither a number nor an object")
-        return reward
-
-    return await ask_patiently(ask, server=f"reward server {redacted_text(url)}", max_attempts=max_retries)

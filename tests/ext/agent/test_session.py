@@ -17,7 +17,7 @@ from PIL import Image
 from examples.vision_shapes import model
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.ext.agent import session
-from slime.rollout.direct_workers import WorkerPicker
+from slime.rollout.engine_client import WorkerPicker
 from slime.rollout.multi_turn import converse
 from slime.rollout.sglang_rollout import GenerateState
 from slime.train_data.convert import samples_to_train_data

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from slime.ext.distill.engine_teacher import post_process_rewards, reward_func
-from slime.rollout import control_client
-from slime.rollout.rm_hub import async_rm
+from slime.rollout.rm_hub import async_rm, remote
 from slime.utils.async_utils import run
 from slime.utils.errors import DataError, GraderError
 from slime.utils.http_utils import close_http_client
@@ -21,8 +20,8 @@ from tests.scripted_engine.server import ScriptedEngine
 
 @pytest.fixture
 def teacher(monkeypatch) -> Iterator[ScriptedEngine]:
-    monkeypatch.setattr(control_client, "MAX_WAIT_S", -1.0)  # no wait between attempts
-    monkeypatch.setattr(control_client.random, "random", lambda: 1.01)
+    monkeypatch.setattr(remote, "MAX_WAIT_S", -1.0)  # no wait between attempts
+    monkeypatch.setattr(remote.random, "random", lambda: 1.01)
     engine = ScriptedEngine(Script(log_prob=lambda token, position: -token / 10 - position))
     engine.start()
     yield engine

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from slime.ext.ledger.ledger import TRACKER, Ledger
-from slime.rollout import control_client, direct_workers, fully_async_rollout, sglang_rollout
 from slime.rollout import data_source as data_source_module
+from slime.rollout import engine_client, fully_async_rollout, sglang_rollout
 from slime.rollout.base_types import RolloutFnTrainOutput, first_index, leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.run_state import CheckpointPosition, RunState, use_run
@@ -122,9 +122,9 @@ class Life:
         monkeypatch.setattr(sglang_rollout, "load_processor", lambda *a, **k: None)
         monkeypatch.setattr(data_source_module, "load_tokenizer", lambda *a, **k: FakeTokenizer())
         monkeypatch.setattr(data_source_module, "load_processor", lambda *a, **k: None)
-        monkeypatch.setattr(direct_workers, "post", self.post)
-        monkeypatch.setattr(control_client, "control_post", self.abort_all)
-        monkeypatch.setattr(control_client, "control_get", self.control_get)
+        monkeypatch.setattr(engine_client, "post", self.post)
+        monkeypatch.setattr(engine_client, "control_post", self.abort_all)
+        monkeypatch.setattr(engine_client, "control_get", self.control_get)
         for module in (sglang_rollout, fully_async_rollout):
             monkeypatch.setattr(module, "run", lambda work, timeout: self.loop.run_until_complete(work))
         monkeypatch.setattr(fully_async_rollout, "get_async_loop", lambda: self.loop)

@@ -17,7 +17,7 @@ from slime.rollout import data_source as data_source_module
 from slime.rollout import fully_async_rollout, pool, sglang_rollout
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.direct_workers import WorkerPicker
+from slime.rollout.engine_client import WorkerPicker
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
 from slime.rollout.run_state import RunState, use_run
 from slime.rollout.sample_hooks import set_current_rollout_id

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.rollout import direct_workers, sglang_rollout
+from slime.rollout import engine_client, sglang_rollout
 from slime.rollout.config import rollout_config
 from slime.rollout.engine_request import (
     _payload,
@@ -200,19 +200,19 @@ def test_a_model_is_served_at_its_router_or_the_default_one():
     ],
 )
 def test_fields_that_the_router_loses_are_known(payload, lost):
-    assert direct_workers.lost_fields(payload) == lost
+    assert engine_client.lost_fields(payload) == lost
 
 
 def test_consistent_hashing_moves_only_the_keys_of_a_lost_worker():
-    direct_workers.WorkerPicker.clear_instances()
+    engine_client.WorkerPicker.clear_instances()
     config = rollout_config(Namespace(sglang_router_ip="h", sglang_router_port=1, router_policy="consistent_hashing"))
-    picker = direct_workers.WorkerPicker(config)
+    picker = engine_client.WorkerPicker(config)
     keys = [str(i) for i in range(200)]
     before = {key: picker.choose(["a", "b", "c"], key) for key in keys}
     after = {key: picker.choose(["a", "b"], key) for key in keys}
     assert set(before.values()) == {"a", "b", "c"}
     assert all(after[key] == before[key] for key in keys if before[key] != "c")
-    direct_workers.WorkerPicker.clear_instances()
+    engine_client.WorkerPicker.clear_instances()
 
 
 def answered(tokenizer, ids, kind):

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import control_client, sglang_rollout
 from slime.rollout import data_source as data_source_module
+from slime.rollout import engine_client, sglang_rollout
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.direct_workers import WorkerPicker
+from slime.rollout.engine_client import WorkerPicker
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils import http_utils
 from slime.utils.async_utils import run
@@ -235,7 +235,7 @@ def test_groups_that_do_not_come_back_from_an_abort_end_the_run_and_a_deaf_engin
         asked.append(url)
         raise EngineError("no answer within 120 s")
 
-    monkeypatch.setattr(control_client, "control_post", refuse)
+    monkeypatch.setattr(engine_client, "control_post", refuse)
     monkeypatch.setattr(sglang_rollout, "IDLE_WAIT_S", 2.0)
     job = start_job(["a", "b"], {"b": Plan(hold_after=2)}, rollout_batch_size=1, rollout_timeout_s=1.0)
     with pytest.raises(DeadlineError, match=r"The abort of rollout 0 .*1 groups pending.*--rollout-timeout-s"):

@@ -10,8 +10,7 @@ import pytest
 
 from slime.rollout import sglang_rollout, sglang_streaming_rollout
 from slime.rollout.config import rollout_config
-from slime.rollout.control_client import abort_engines
-from slime.rollout.direct_workers import WorkerPicker
+from slime.rollout.engine_client import WorkerPicker, abort_engines
 from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.utils import http_utils

@@ -8,7 +8,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.rollout import control_client
+from slime.rollout import engine_client
 from slime.rollout.config import rollout_config
 from slime.rollout.staleness import (
     StalenessBound,
@@ -83,13 +83,13 @@ def test_the_last_rollout_for_a_version_is_the_last_one_within_the_bound():
 def test_an_engine_that_does_not_tell_its_version_has_none_until_it_is_asked_again(monkeypatch):
     """One engine hangs, one is not there; then one answers."""
     engine, urls = ScriptedEngine(Script()), ["http://127.0.0.1:9"]
-    sessions = control_client.control_sessions(max_connections=0, timeout_s=0.3)
-    monkeypatch.setattr(control_client, "_control", sessions)
+    sessions = engine_client.separate_sessions(max_connections=0, timeout_s=0.3)
+    monkeypatch.setattr(engine_client, "_control", sessions)
 
     async def known(config):
         return urls
 
-    monkeypatch.setattr(control_client, "worker_urls", known)
+    monkeypatch.setattr(engine_client, "worker_urls", known)
     clock = VersionClock(rollout_config(Namespace(update_weights_interval=1)))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         urls.append(f"http://127.0.0.1:{silent.getsockname()[1]}")

@@ -13,7 +13,7 @@ import requests
 from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.router_process import register_worker, start_router
 from slime.backends.sglang_utils.server_control import ServerControl
-from slime.rollout.direct_workers import ROUTER_KEEPS_FIELDS, ROUTER_KEEPS_SAMPLING_PARAMS
+from slime.rollout.engine_client import ROUTER_KEEPS_FIELDS, ROUTER_KEEPS_SAMPLING_PARAMS
 from slime.utils.net import get_free_port
 from tests.unit.backends.sglang_utils.fake_worker import FakeEngine
 

@@ -11,8 +11,8 @@ from aiohttp import web
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from slime.rollout import control_client, rm_hub
-from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout import rm_hub
+from slime.rollout.rm_hub import async_rm, batched_async_rm, remote
 from slime.utils.errors import GraderError
 from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
@@ -144,13 +144,13 @@ def serve(
         await site.start()
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         real_sleep = asyncio.sleep
-        monkeypatch.setattr(control_client.asyncio, "sleep", no_wait)
+        monkeypatch.setattr(remote.asyncio, "sleep", no_wait)
         try:
             return await rm_hub.remote_rm(
                 args(rm_url=f"http://127.0.0.1:{port}/"), Sample(prompt="p", response="r", label="l"), **flags
             )
         finally:
-            monkeypatch.setattr(control_client.asyncio, "sleep", real_sleep)
+            monkeypatch.setattr(remote.asyncio, "sleep", real_sleep)
             await close_http_client()
             await runner.cleanup()
 

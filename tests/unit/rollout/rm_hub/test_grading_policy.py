@@ -17,8 +17,8 @@ import pytest
 import torch
 from aiohttp import web
 
-from slime.rollout import control_client, rm_hub
-from slime.rollout.rm_hub import async_rm, math_utils, policy
+from slime.rollout import rm_hub
+from slime.rollout.rm_hub import async_rm, math_utils, policy, remote
 from slime.rollout.rm_hub.policy import GraderThreads
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, GraderError, HookError
@@ -219,15 +219,15 @@ def test_garbage_from_a_reward_server_is_asked_for_again_and_then_zero(body, mon
         bodies.append(body)
         return web.Response(text=body) if len(bodies) < 3 else web.json_response(0.5)
 
-    monkeypatch.setattr(control_client, "MAX_WAIT_S", -1.0)
-    monkeypatch.setattr(control_client.random, "random", lambda: 1.0)
+    monkeypatch.setattr(remote, "MAX_WAIT_S", -1.0)
+    monkeypatch.setattr(remote.random, "random", lambda: 1.0)
     reward, _ = ask(garbage, monkeypatch, rm_timeout_s=30.0)
     assert reward == 0.5 and len(bodies) == 3
 
 
 def test_a_reward_server_that_is_down_costs_the_response(monkeypatch):
-    monkeypatch.setattr(control_client, "MAX_WAIT_S", -1.0)
-    monkeypatch.setattr(control_client.random, "random", lambda: 1.0)
+    monkeypatch.setattr(remote, "MAX_WAIT_S", -1.0)
+    monkeypatch.setattr(remote.random, "random", lambda: 1.0)
     sample = Sample(index=0, prompt="p")
     flags = args(rm_type="remote_rm", rm_url="http://127.0.0.1:9/", rm_timeout_s=60.0)
 
@@ -243,8 +243,8 @@ def test_a_reward_server_that_is_down_costs_the_response(monkeypatch):
 
 @pytest.mark.parametrize("path", ["down", "fails", "says"])
 def test_credentials_of_the_reward_server_are_not_written_down(monkeypatch, caplog, path):
-    monkeypatch.setattr(control_client, "MAX_WAIT_S", -1.0)
-    monkeypatch.setattr(control_client.random, "random", lambda: 1.0)
+    monkeypatch.setattr(remote, "MAX_WAIT_S", -1.0)
+    monkeypatch.setattr(remote.random, "random", lambda: 1.0)
 
     async def answer(request: web.Request) -> web.Response:
         return web.Response(status=500) if path == "fails" else web.json_response(f"no answer from {url}")

@@ -1,7 +1,11 @@
-"""Requests that must not pass the router, because it would lose a part of them.
+"""Requests to the router and to the engines: generation, and the short ones beside it (aborts, loads, worker lists).
 
+The short ones use separate connections.  In the pool of ``slime.utils.http_utils`` every connection may be held by a
+running generation, and an abort that waits for one of these to end would wait for what it is there to stop.
+
+Some requests for generation must not pass the router, because it would lose a part of them.
 The PyPI sglang-router parses ``/generate`` into its own types and serialises them again; what its types lack is gone.
-``ROUTER_KEEPS_*`` is what 0.3.2 hands on, measured field by field (tests/unit/rollout/test_direct_workers.py does it
+``ROUTER_KEEPS_*`` is what 0.3.2 hands on, measured field by field (tests/unit/rollout/test_engine_client.py does it
 again with the installed router).  ``return_routed_experts``, ``custom_params`` (top-p replay), ``logit_bias`` and
 ``stop_regex`` are lost, and change what training sees.  ``spaces_between_special_tokens`` is lost too, but the
 decoders of transformers 5 do not read it.
@@ -23,15 +27,25 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
+import aiohttp
+
 from slime.rollout.config import RolloutConfig
-from slime.rollout.control_client import list_workers
 from slime.utils.errors import EngineError, ProcessError
-from slime.utils.http_utils import POST_TIMEOUT_S, RETRIED_STATUSES, HttpStatusError, post
+from slime.utils.http_utils import (
+    POST_TIMEOUT_S,
+    RETRIED_STATUSES,
+    HttpStatusError,
+    add_job_servers,
+    job_headers,
+    post,
+    separate_sessions,
+)
 from slime.utils.misc import SingletonMeta
 from slime.utils.sglang_meta import decode_generate_answer
 
 logger = logging.getLogger(__name__)
 
+CONTROL_TIMEOUT_S = 30.0
 ROUTER_KEEPS_FIELDS = frozenset(
     "rid text input_ids input_embeds image_data video_data audio_data modalities sampling_params return_logprob "
     "logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs return_entropy return_bytes stream "
@@ -52,6 +66,136 @@ _RETRY_WAIT_S = 1.0
 
 KEEP_SESSIONS = ("consistent_hashing", "manual")
 """Policies of the router that send requests of one session to one worker."""
+
+_control = separate_sessions(max_connections=0, timeout_s=CONTROL_TIMEOUT_S)
+
+
+async def control_get(url: str) -> Any:
+    """Return the JSON at ``url``.
+
+    Raises:
+        EngineError: no answer within ``CONTROL_TIMEOUT_S`` seconds, a status of 400 or more, or no JSON.
+    """
+    try:
+        async with _control.current().get(url, headers=job_headers(url)) as response:
+            response.raise_for_status()
+            return await response.json(content_type=None)
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        raise EngineError(f"GET {url} failed: {type(error).__name__}: {error}. Is that server alive?") from error
+
+
+async def control_post(url: str, payload: Any) -> None:
+    """Post JSON and ignore the answer; raise as ``control_get`` does."""
+    try:
+        async with _control.current().post(url, json=payload, headers=job_headers(url)) as response:
+            response.raise_for_status()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise EngineError(f"POST {url} failed: {type(error).__name__}: {error}. Is that server alive?") from error
+
+
+async def worker_urls(config: RolloutConfig) -> list[str]:
+    """Return the engines that the router knows."""
+    return [worker["url"] for worker in await list_workers(f"{config.router_url}/workers")]
+
+
+async def list_workers(list_url: str) -> list[dict[str, Any]]:
+    """Return the entries of a router's list; requests to these engines carry the job's secret from then on.
+
+    Raises:
+        EngineError: it does not answer, or not with a list of engines.
+    """
+    answer = await control_get(list_url)
+    workers = answer.get("workers", []) if isinstance(answer, dict) else None
+    if not isinstance(workers, list):
+        raise EngineError(f"GET {list_url} was answered with {str(answer)[:200]!r}; expected the router's engines.")
+    add_job_servers(*(worker["url"] for worker in workers))
+    return workers
+
+
+async def abort_engines(config: RolloutConfig) -> None:
+    """Ask every engine to end all its requests; one that does not answer is logged and left to its monitor.
+
+    The engines are asked directly, because routers do not pass ``/abort_request`` on; the router only names them.  One
+    that does not is being started again: callers repeat the abort until they have what they want.
+    """
+
+    async def abort_one(url: str) -> None:
+        try:
+            await control_post(f"{url}/abort_request", {"abort_all": True})
+        except ProcessError as error:
+            logger.warning("Engine %s did not take the abort: %s", url, error)
+
+    try:
+        urls = await worker_urls(config)
+    except ProcessError as error:
+        logger.warning("The router does not name the engines to abort: %s", error)
+        return
+    await asyncio.gather(*map(abort_one, urls))
+
+
+async def engine_loads(config: RolloutConfig) -> dict[str, int | None]:
+    """Return the number of requests that each engine holds; None where it does not say."""
+
+    async def load_of(url: str) -> int | None:
+        try:
+            return count_requests(await control_get(f"{url}/v1/loads?include=core"))
+        except (ProcessError, KeyError, TypeError, ValueError) as error:
+            logger.debug("Engine %s does not tell its load: %s", url, error)
+            return None
+
+    urls = await worker_urls(config)
+    return dict(zip(urls, await asyncio.gather(*(load_of(url) for url in urls)), strict=True))
+
+
+async def busy_engines(config: RolloutConfig) -> str:
+    """Return the engines that hold requests, as ``url (count)`` for an error; empty when none does."""
+    try:
+        loads = await asyncio.wait_for(engine_loads(config), timeout=10)
+    except (ProcessError, TimeoutError) as error:
+        return f"unknown, the router did not answer ({error})"
+    return ", ".join(f"{url} ({'unknown' if n is None else n})" for url, n in loads.items() if n != 0)
+
+
+def count_requests(loads: Any) -> int:
+    """Count the requests in an answer of ``/v1/loads``: an entry per data-parallel rank, in a list or under ``loads``.
+
+    Raises:
+        ValueError: an entry has none of the known counters.
+    """
+    if isinstance(loads, dict):
+        loads = loads["loads"] if "loads" in loads else [loads]
+    total = 0
+    for entry in loads:
+        for name in ("num_reqs", "num_total_reqs", "total_reqs"):
+            if name in entry:
+                total += entry[name]
+                break
+        else:
+            if "num_running_reqs" not in entry:
+                raise ValueError(f"no request count in {entry}")
+            total += entry["num_running_reqs"] + entry.get("num_waiting_reqs", 0)
+    return total
+
+
+async def engine_versions(config: RolloutConfig) -> list[str]:
+    """Return the weight version of each engine that tells one."""
+
+    async def ask(url: str) -> Any:
+        try:
+            return (await control_get(f"{url}/model_info")).get("weight_version")
+        except (ProcessError, AttributeError) as error:
+            logger.debug("Engine %s does not tell its weight version: %s", url, error)
+            return None
+
+    try:
+        urls = await worker_urls(config)
+    except ProcessError as error:
+        logger.debug("The engines' weight version is not known: %s", error)
+        return []
+    return [version for version in await asyncio.gather(*map(ask, urls)) if version is not None]
+
+
+# Generation
 
 
 def lost_fields(payload: dict[str, Any]) -> list[str]:

@@ -11,9 +11,9 @@ import requests
 
 from slime.backends.sglang_utils.router_process import register_worker, start_router
 from slime.backends.sglang_utils.server_control import ServerControl
-from slime.rollout import config, direct_workers
+from slime.rollout import config, engine_client
 from slime.rollout.config import rollout_config
-from slime.rollout.direct_workers import WorkerPicker, post_to_worker, router_would_drop
+from slime.rollout.engine_client import WorkerPicker, post_to_worker, router_would_drop
 from slime.utils import http_utils
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import HttpStatusError, close_http_client
@@ -111,7 +111,7 @@ def test_requests_of_one_key_meet_at_one_worker(router, workers, policy):
 
 
 def test_a_worker_that_has_died_is_left_out_and_its_requests_go_elsewhere(router, workers, monkeypatch):
-    monkeypatch.setattr(direct_workers, "_POST_RETRIES_PER_WORKER", 0)
+    monkeypatch.setattr(engine_client, "_POST_RETRIES_PER_WORKER", 0)
     workers[0].stop()
     send(router, [[i] for i in range(9)], router_policy="round_robin")
     assert sum(counts(workers[1:])) == 9
@@ -119,11 +119,11 @@ def test_a_worker_that_has_died_is_left_out_and_its_requests_go_elsewhere(router
 
 @pytest.mark.parametrize("tolerant", [False, True])
 def test_workers_that_all_fail_are_an_error_after_so_many_attempts(router, workers, monkeypatch, caplog, tolerant):
-    monkeypatch.setattr(direct_workers, "_POST_RETRIES_PER_WORKER", 0)
-    monkeypatch.setattr(direct_workers, "_RETRY_WAIT_S", 0.001)
+    monkeypatch.setattr(engine_client, "_POST_RETRIES_PER_WORKER", 0)
+    monkeypatch.setattr(engine_client, "_RETRY_WAIT_S", 0.001)
     for engine in workers:
         engine.script.faults.append(Fault("status", times=10**6))
-    attempts = direct_workers._ATTEMPTS
+    attempts = engine_client._ATTEMPTS
     if tolerant:
         attempts = 60 + 2 + 3 + 1
     flags = dict(engine_start_timeout_s=2.0, rollout_health_check_interval=3.0, rollout_health_check_timeout=1.0)
@@ -153,8 +153,8 @@ def empty_router():
 
 
 def test_without_any_worker_a_request_waits_where_engines_are_replaced(empty_router, workers, monkeypatch):
-    monkeypatch.setattr(direct_workers, "_RETRY_WAIT_S", 0.01)
-    monkeypatch.setattr(direct_workers, "_ATTEMPTS", 2)
+    monkeypatch.setattr(engine_client, "_RETRY_WAIT_S", 0.01)
+    monkeypatch.setattr(engine_client, "_ATTEMPTS", 2)
     flags = dict(use_fault_tolerance=True, engine_start_timeout_s=0.0)
     flags |= dict(rollout_health_check_interval=0.0, rollout_health_check_timeout=0.0)
     monkeypatch.setattr(config, "DEFAULT_RETRIES", 1)
