@@ -26,6 +26,7 @@ from slime.backends.sglang_utils.sglang_config import (
     resolve_sglang_config,
     share_problems,
     size_problems,
+    trainer_dtype,
 )
 from slime.flags.checkpoint import check_huggingface_folder
 from slime.flags.group import FlagGroup, problems_of
@@ -231,12 +232,17 @@ def _check_layout(args: Namespace) -> None:
         return
     layout = resolve_sglang_config(args)
     # Groups may break a rule alike.
-    problems = list(dict.fromkeys([*size_problems(args, layout), *quantized_problems(args, layout)]))
-    problems += precision_problems(args, layout)
-    problems += dict.fromkeys(own_quantization_problems(args, layout))
-    problems += dict.fromkeys(repacking_problems(args, layout, gpu=_gpu_generation()))
-    problems += share_problems(args, layout)
-    problems += nuclei_problems(args, layout)
+    problems = list(dict.fromkeys([*size_problems(layout), *quantized_problems(layout)]))
+    if not args.debug_train_only:
+        problems += precision_problems(layout, trainer_dtype(args))
+    if args.push_sends_model and not args.debug_rollout_only:
+        problems += dict.fromkeys(own_quantization_problems(layout))
+        if not args.debug_train_only:
+            problems += dict.fromkeys(repacking_problems(layout, gpu=_gpu_generation()))
+    if args.offload_train_if_needed:
+        problems += share_problems(layout)
+    if args.rollout_top_p != 1.0:
+        problems += nuclei_problems(layout, args.rollout_top_p)
     if args.sglang_config is not None:
         from sglang.srt.server_args import ServerArgs
 
@@ -247,12 +253,10 @@ def _check_layout(args: Namespace) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def nuclei_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
-    """Yield a message for each flag under which an engine of ours returns no nuclei, where the run needs them."""
-    if args.rollout_top_p == 1.0:
-        return
+def nuclei_problems(layout: SGLangConfig, top_p: float) -> Iterator[str]:
+    """Yield a message for each flag under which an engine of ours returns no nuclei, which ``top_p`` needs."""
     model = next((model for model in layout.models if model.update_weights), layout.models[0])
-    wanted = f"--rollout-top-p {args.rollout_top_p:g} needs the nuclei that the engines draw from"
+    wanted = f"--rollout-top-p {top_p:g} needs the nuclei that the engines draw from"
     if model.has_prefill_decode:
         yield (
             f"{wanted}, and prefill engines do not pass on the first token's; use engines that do both "
@@ -260,7 +264,7 @@ def nuclei_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
         )
     for group in model.server_groups:
         for name, (fitting, reason) in RETURN_NUCLEI.items():
-            if (value := group.setting(args, name)) not in fitting:
+            if (value := group.setting(name)) not in fitting:
                 flag = f"--sglang-{name.replace('_', '-')} is {value}"
                 yield f"{wanted}, and {flag}: {reason}, or set --rollout-top-p 1."
                 return
@@ -365,20 +369,20 @@ RULES = FlagGroup(
 )
 
 
-def quantized_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
+def quantized_problems(layout: SGLangConfig) -> Iterator[str]:
     """Yield blocks of an FP8 checkpoint that the tensor-parallel ranks of an engine would cut through."""
     for model in layout.models:
         config = read_config(model.model_path)
         for group in model.server_groups:
             if group.worker_type not in ("encoder", "placeholder"):
-                yield from cut_blocks(args, model.model_path, group, config)
+                yield from cut_blocks(model.model_path, group, config, is_of_file=layout.file is not None)
 
 
-def precision_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
+def precision_problems(layout: SGLangConfig, of_trainer: str | None) -> Iterator[str]:
     """Yield quantized checkpoints whose engines would compute in fp32, which SGLang refuses when it loads them."""
-    for model in () if args.debug_train_only else layout.models:
+    for model in layout.models:
         method = (read_config(model.model_path).get("quantization_config") or {}).get("quant_method")
-        dtypes = {own_dtype(args, group.setting(args, "dtype")) for group in model.server_groups}
+        dtypes = {own_dtype(group.setting("dtype"), of_trainer) for group in model.server_groups}
         if method in ("fp8", "compressed-tensors") and "float32" in dtypes:
             yield (
                 f"{model.model_path} is quantized ({method}), and SGLang computes with such weights in bf16 or fp16 "
@@ -386,16 +390,14 @@ def precision_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
             )
 
 
-def own_quantization_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
+def own_quantization_problems(layout: SGLangConfig) -> Iterator[str]:
     """Yield what would have engines quantize weights by themselves that are pushed: no push finds a place for them."""
-    if args.debug_rollout_only or not args.push_sends_model:
-        return
     for model in layout.models:
         config = read_config(model.model_path) if model.update_weights else {}
         held = (config.get("quantization_config") or {}).get("quant_method")
         for group in model.server_groups:
             for name in ("quantization", "torchao_config"):
-                asked = group.setting(args, name)
+                asked = group.setting(name)
                 if model.update_weights and asked and asked != held:
                     yield (
                         f"--sglang-{name.replace('_', '-')} (or the override {name} in --sglang-config) is {asked!r}, "
@@ -405,15 +407,13 @@ def own_quantization_problems(args: Namespace, layout: SGLangConfig) -> Iterator
                     )
 
 
-def repacking_problems(args: Namespace, layout: SGLangConfig, *, gpu: int) -> Iterator[str]:
+def repacking_problems(layout: SGLangConfig, *, gpu: int) -> Iterator[str]:
     """Yield settings by which engines would repack DeepSeek-V4's published form after the load, for good: FP4 experts
     and scales of one byte.
 
     Args:
         gpu: major compute capability of the engines' GPUs; 0 on a CPU, or where it is not known.
     """
-    if args.debug_rollout_only or args.debug_train_only or not args.push_sends_model:
-        return
     for model in layout.models:
         has_fp4 = _has_fp4(model.model_path) if model.update_weights else None
         if has_fp4 is None:
@@ -421,9 +421,9 @@ def repacking_problems(args: Namespace, layout: SGLangConfig, *, gpu: int) -> It
         for group in model.server_groups:
             if group.worker_type in ("encoder", "placeholder"):
                 continue
-            for name, what, allowed in _repackers(args, group, gpu, has_fp4=has_fp4):
+            for name, what, allowed in _repackers(group, gpu, has_fp4=has_fp4):
                 yield (
-                    f"{_BACKENDS[name]} (or the override {name} in --sglang-config) is {group.setting(args, name)!r}, "
+                    f"{_BACKENDS[name]} (or the override {name} in --sglang-config) is {group.setting(name)!r}, "
                     f"with which SGLang repacks {what} of {model.model_path} after the load: no push finds a place "
                     f"for them. Allowed is {allowed}; or give --hf-checkpoint a folder in bf16 "
                     "(tools/fp8_cast_bf16.py), which tools/convert_hf_to_fp8.py turns into FP8 with scales in fp32."
@@ -452,11 +452,9 @@ _BACKENDS = {
 """Field of ServerArgs -> its flag."""
 
 
-def _repackers(
-    args: Namespace, group: ServerGroupConfig, gpu: int, *, has_fp4: bool
-) -> Iterator[tuple[str, str, str]]:
+def _repackers(group: ServerGroupConfig, gpu: int, *, has_fp4: bool) -> Iterator[tuple[str, str, str]]:
     """Yield the field of each setting that has SGLang 0.5.15 repack something, what that is, and the value allowed."""
-    runner, exchange, gemm = (group.setting(args, name) for name in _BACKENDS)
+    runner, exchange, gemm = (group.setting(name) for name in _BACKENDS)
     tiles = runner in ("marlin", "flashinfer_mxfp4") or (runner == "auto" and gpu == WORKSTATION_BLACKWELL)
     if has_fp4 and tiles:
         yield "moe_runner_backend", "FP4 experts", "triton"
@@ -477,11 +475,11 @@ def _gpu_generation() -> int:
     return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
 
 
-def cut_blocks(args: Namespace, path: str, group: ServerGroupConfig, config: dict[str, Any]) -> Iterator[str]:
+def cut_blocks(path: str, group: ServerGroupConfig, config: dict[str, Any], *, is_of_file: bool) -> Iterator[str]:
     """Yield the same for one group of engines; ``config``: config.json of the checkpoint ``path``."""
     block = (config.get("quantization_config") or {}).get("weight_block_size")
     names = ("pp_size", "ep_size", "moe_dense_tp_size")
-    sizes = [group.setting(args, name) or 0 for name in names]
+    sizes = [group.setting(name) or 0 for name in names]
     if not block or any(not isinstance(size, int) or size < 0 for size in sizes):
         return  # an override that is no size is refused by itself
     pp_size, ep_size, dense_tp_size = sizes
@@ -496,7 +494,7 @@ def cut_blocks(args: Namespace, path: str, group: ServerGroupConfig, config: dic
             "intermediate_size": of_experts if has_only_experts else (dense_tp_size or tp_size, ""),
             **matrices,
         }
-    flag = "--rollout-num-gpus-per-engine" if args.sglang_config is None else "num_gpus_per_engine of --sglang-config"
+    flag = "num_gpus_per_engine of --sglang-config" if is_of_file else "--rollout-num-gpus-per-engine"
     for key, (ranks, more) in matrices.items():
         size = config.get(key)
         if not size:

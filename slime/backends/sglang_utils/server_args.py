@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.backends.sglang_utils.sglang_config import RENAMED_FIELDS, own_dtype, present_name
+from slime.backends.sglang_utils.sglang_config import RENAMED_FIELDS, own_dtype, present_name, trainer_dtype
 from slime.flags.security import trusts_remote_code
 from slime.utils.files import read_model_config
 
@@ -89,7 +89,7 @@ def build_server_args(
             continue
         if place.worker_type != "decode" or field_name != "enable_hierarchical_cache":  # not for decode engines
             decided[field_name] = value
-    dtype = own_dtype(args, decided.get("dtype")) or ("float32" if on_cpu else None)
+    dtype = own_dtype(decided.get("dtype"), trainer_dtype(args)) or ("float32" if on_cpu else None)
     if dtype is not None:
         decided["dtype"] = dtype
     if on_cpu:

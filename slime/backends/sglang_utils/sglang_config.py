@@ -47,9 +47,12 @@ class ServerGroupConfig:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """ServerArgs fields of these engines; they win over flags."""
 
-    def setting(self, args: Namespace, name: str) -> Any:
+    of_flags: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The same fields as flags give them."""
+
+    def setting(self, name: str) -> Any:
         """Return what these engines get for a field of ServerArgs; None where the installed one has no such field."""
-        return self.overrides.get(name, vars(args).get(f"sglang_{name}"))
+        return self.overrides.get(name, self.of_flags.get(name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,8 @@ class SGLangConfig:
     """Every model of the run, in the order in which they take GPUs."""
 
     models: tuple[ModelConfig, ...]
+    file: str | None = None
+    """``--sglang-config``."""
 
     @property
     def num_gpus(self) -> int:
@@ -95,6 +100,16 @@ def resolve_sglang_config(args: Namespace) -> SGLangConfig:
     Raises:
         ConfigError: the file or a combination of flags cannot work; the message names the place.
     """
+    layout = _layout(args)
+    flags = {name.removeprefix("sglang_"): value for name, value in vars(args).items() if name.startswith("sglang_")}
+    models = (
+        replace(model, server_groups=tuple(replace(group, of_flags=flags) for group in model.server_groups))
+        for model in layout.models
+    )
+    return SGLangConfig(models=tuple(models), file=args.sglang_config)
+
+
+def _layout(args: Namespace) -> SGLangConfig:
     per_engine = args.rollout_num_gpus_per_engine
     if args.sglang_config is not None:
         where = f"--sglang-config {args.sglang_config}"
@@ -306,35 +321,33 @@ def _positive(value: Any, where: str) -> int:
     return value
 
 
-def size_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
+def size_problems(layout: SGLangConfig) -> Iterator[str]:
     """Yield one message for each size that does not divide the GPUs or tensor-parallel ranks of a group's engines."""
     groups = [(model.name, group) for model in layout.models for group in model.server_groups]
     for name_of_model, group in groups:
         own, num_gpus = group.overrides, group.num_gpus_per_engine
-        sizes = {name: group.setting(args, name) for name in ("pp_size", "dp_size", "ep_size")}
+        sizes = {name: group.setting(name) for name in ("pp_size", "dp_size", "ep_size")}
         if group.worker_type == "placeholder" or not all(isinstance(one, int) and one > 0 for one in sizes.values()):
             continue  # an override that is no size is refused by itself
         tp_size = num_gpus // sizes["pp_size"]
         engine = f"--rollout-num-gpus-per-engine is {num_gpus}"
-        if args.sglang_config is not None:
+        if layout.file is not None:
             engine = f"the {group.worker_type} engines of {name_of_model} have {num_gpus} GPUs"
         for name, size in sizes.items():
             whole, parts = (num_gpus, "GPUs") if name == "pp_size" else (tp_size, "tensor-parallel ranks")
             if whole % size:
-                flag = f"--sglang-config {args.sglang_config}: " if name in own else "--sglang-"
+                flag = f"--sglang-config {layout.file}: " if name in own else "--sglang-"
                 yield (
                     f"{flag}{name.replace('_', '-')} is {size} and {engine}: the {whole} {parts} of an engine must "
                     f"divide into {size} groups; use {nearest_divisor(whole, size)}."
                 )
 
 
-def share_problems(args: Namespace, layout: SGLangConfig) -> Iterator[str]:
+def share_problems(layout: SGLangConfig) -> Iterator[str]:
     """Yield a message where ``--offload-train-if-needed`` cannot know how much memory the engines take."""
-    if args.offload_train_if_needed and any(
-        "mem_fraction_static" in group.overrides for model in layout.models for group in model.server_groups
-    ):
+    if any("mem_fraction_static" in group.overrides for model in layout.models for group in model.server_groups):
         yield (
-            f"--sglang-config {args.sglang_config} sets mem_fraction_static and --offload-train-if-needed is given; "
+            f"--sglang-config {layout.file} sets mem_fraction_static and --offload-train-if-needed is given; "
             "set --sglang-mem-fraction-static for all engines instead."
         )
 
@@ -344,13 +357,16 @@ def nearest_divisor(number: int, wanted: int) -> int:
     return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))
 
 
-def own_dtype(args: Namespace, asked: str | None) -> str | None:
+def own_dtype(asked: str | None, of_trainer: str | None) -> str | None:
     """Return the dtype of an engine that this job starts: ``asked``, or the trainer's, so that log-probs agree.
 
     SGLang's "auto" is no answer: it would take float16 for a checkpoint written in float32.
     """
-    if asked not in (None, "auto"):
-        return asked
+    return of_trainer if asked in (None, "auto") else asked
+
+
+def trainer_dtype(args: Namespace) -> str | None:
+    """Return the dtype in which the trainer computes; None where no flag says it."""
     if args.fp16:
         return "float16"
     if args.bf16:

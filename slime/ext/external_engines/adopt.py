@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import ray
 
 from slime.backends.megatron_utils.models import dtype_of_fp32
-from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, own_dtype, served_dtype
+from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, served_dtype, trainer_dtype
 from slime.ext.external_engines.discovery import ExternalEngineInfo, check_capabilities
 from slime.flags.security import job_secret
 from slime.ray.engines.actor import PortCursors, start_engine_actor
@@ -74,7 +74,7 @@ def _told_dtype(info: ExternalEngineInfo, model_path: str) -> str:
 
 def warn_of_other_dtype(args: Namespace, url: str, served: str) -> None:
     """Warn of an engine that computes in another dtype than the trainer; "" for ``served`` is unknown."""
-    trained, served = own_dtype(args, None), _SHORT_NAMES.get(served, served)
+    trained, served = trainer_dtype(args), _SHORT_NAMES.get(served, served)
     if not served or trained is None or served == trained:
         return
     flag = _TRAINER_FLAGS.get(served)

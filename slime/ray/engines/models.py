@@ -9,10 +9,9 @@ import logging
 import random
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from slime.backends.megatron_utils.models import dtype_of_fp32
 from slime.backends.sglang_utils.router_process import (
@@ -25,9 +24,11 @@ from slime.backends.sglang_utils.router_process import (
 from slime.backends.sglang_utils.server_guard import generation_key
 from slime.backends.sglang_utils.sglang_config import (
     ModelConfig,
+    ServerGroupConfig,
     own_dtype,
     resolve_sglang_config,
     served_dtype,
+    trainer_dtype,
 )
 from slime.flags.cluster import plan_gpus
 from slime.flags.parse import record_runtime
@@ -166,7 +167,7 @@ def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> list[RolloutServer
                 cursors=cursors,
                 restarts=args.use_fault_tolerance,
                 revive_router=partial(server.revive_router, args.rollout_health_check_timeout),
-                dtype=_dtype_of(args, model.model_path, config.overrides),
+                dtype=_dtype_of(config, model.model_path, trainer_dtype(args)),
                 weight_loaders=tuple(args.weight_loaders),
                 worker_key=None if secret is None else generation_key(secret),
             )
@@ -227,11 +228,11 @@ def wait_until_serving(groups: Sequence[EngineGroup], timeout_s: float) -> None:
         group.starting.clear()
 
 
-def _dtype_of(args: Namespace, model_path: str, overrides: Mapping[str, Any]) -> str:
+def _dtype_of(group: ServerGroupConfig, model_path: str, of_trainer: str | None) -> str:
     """Return the dtype in which a group of our own engines computes."""
-    if overrides.get("dtype") is not None:
-        return served_dtype(str(overrides["dtype"]), model_path, of_fp32=dtype_of_fp32)
-    return own_dtype(args, args.sglang_dtype) or ""
+    if (asked := group.overrides.get("dtype")) is not None:
+        return served_dtype(str(asked), model_path, of_fp32=dtype_of_fp32)
+    return own_dtype(group.of_flags.get("dtype"), of_trainer) or ""
 
 
 def _start_router_at(args: Namespace, model: ModelConfig, host: str, port: int) -> RouterHandle:

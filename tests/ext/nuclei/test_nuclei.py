@@ -98,8 +98,11 @@ def test_an_answer_says_ids_and_offsets_as_the_trainer_reads_them() -> None:
         assert meta == {"other": 1}
 
 
-def layout(worker_type: str = "regular", **overrides: object) -> SGLangConfig:
-    group = ServerGroupConfig(worker_type=worker_type, num_gpus=1, num_gpus_per_engine=1, overrides=overrides)
+def layout(flags: dict[str, object], worker_type: str = "regular", **overrides: object) -> SGLangConfig:
+    of_flags = {"speculative_algorithm": None, "pp_size": 1, "sampling_backend": None, **flags}
+    group = ServerGroupConfig(
+        worker_type=worker_type, num_gpus=1, num_gpus_per_engine=1, overrides=overrides, of_flags=of_flags
+    )
     judge = ServerGroupConfig(
         worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides={"speculative_algorithm": "EAGLE"}
     )
@@ -110,19 +113,17 @@ def layout(worker_type: str = "regular", **overrides: object) -> SGLangConfig:
 
 
 @pytest.mark.parametrize(
-    ("flags", "config", "says"),
+    ("config", "says"),
     [
-        ({"sglang_speculative_algorithm": "EAGLE"}, layout(), "--sglang-speculative-algorithm is EAGLE"),
-        ({"sglang_pp_size": 2}, layout(), "--sglang-pp-size is 2"),
-        ({"sglang_sampling_backend": "ascend"}, layout(), "--sglang-sampling-backend is ascend"),
-        ({}, layout(speculative_algorithm="NGRAM"), "--sglang-speculative-algorithm is NGRAM"),
-        ({}, layout("prefill"), "--prefill-num-servers"),
-        ({"sglang_sampling_backend": "flashinfer", "sglang_pp_size": 1}, layout(), None),
-        ({"sglang_speculative_algorithm": "EAGLE"}, layout(speculative_algorithm=None), None),
+        (layout({"speculative_algorithm": "EAGLE"}), "--sglang-speculative-algorithm is EAGLE"),
+        (layout({"pp_size": 2}), "--sglang-pp-size is 2"),
+        (layout({"sampling_backend": "ascend"}), "--sglang-sampling-backend is ascend"),
+        (layout({}, speculative_algorithm="NGRAM"), "--sglang-speculative-algorithm is NGRAM"),
+        (layout({}, "prefill"), "--prefill-num-servers"),
+        (layout({"sampling_backend": "flashinfer", "pp_size": 1}), None),
+        (layout({"speculative_algorithm": "EAGLE"}, speculative_algorithm=None), None),
     ],
 )
-def test_engines_that_cannot_return_nuclei_are_refused_at_the_start(flags, config, says) -> None:
-    unset = {"sglang_speculative_algorithm": None, "sglang_pp_size": 1, "sglang_sampling_backend": None}
-    found = list(nuclei_problems(Namespace(rollout_top_p=0.9, **(unset | flags)), config))
+def test_engines_that_cannot_return_nuclei_are_refused_at_the_start(config, says) -> None:
+    found = list(nuclei_problems(config, 0.9))
     assert (says is None and not found) or (len(found) == 1 and says in found[0] and "--rollout-top-p" in found[0])
-    assert not list(nuclei_problems(Namespace(rollout_top_p=1.0, **flags), config))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -34,10 +33,10 @@ FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128,
 
 
 def problems(shape: dict[str, int], num_gpus: int, *, ep: int = 1, dense_tp: int | None = None, pp: int = 1):
-    args = Namespace(sglang_config=None, sglang_pp_size=pp, sglang_ep_size=ep, sglang_moe_dense_tp_size=dense_tp)
-    group = ServerGroupConfig(worker_type="regular", num_gpus=num_gpus, num_gpus_per_engine=num_gpus)
-    assert not list(cut_blocks(args, "/hf", group, shape)), "a bf16 checkpoint may be cut anywhere"
-    return list(cut_blocks(args, "/hf", group, shape | FP8))
+    flags = {"pp_size": pp, "ep_size": ep, "moe_dense_tp_size": dense_tp}
+    group = ServerGroupConfig(worker_type="regular", num_gpus=num_gpus, num_gpus_per_engine=num_gpus, of_flags=flags)
+    assert not list(cut_blocks("/hf", group, shape, is_of_file=False)), "a bf16 checkpoint may be cut anywhere"
+    return list(cut_blocks("/hf", group, shape | FP8, is_of_file=False))
 
 
 def test_ranks_that_would_cut_a_block_are_named_with_the_largest_engine_that_does_not():
@@ -66,15 +65,12 @@ def test_blocks_of_each_model_are_judged_by_its_own_engines(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3"}))
         group = ServerGroupConfig(
-            worker_type=kind, num_gpus=num_gpus, num_gpus_per_engine=num_gpus, overrides=overrides
-        )
+            worker_type=kind, num_gpus=num_gpus, num_gpus_per_engine=num_gpus, overrides=overrides,
+            of_flags={"pp_size": 1, "ep_size": 1, "moe_dense_tp_size": None},
+        )  # fmt: skip
         path = str(tmp_path / name)
         models.append(ModelConfig(name=name, model_path=path, update_weights=False, server_groups=(group,)))
-    args = Namespace(
-        sglang_config="e.yaml", rollout_num_gpus_per_engine=8, hf_checkpoint=str(tmp_path / "default"),
-        sglang_pp_size=1, sglang_ep_size=1, sglang_moe_dense_tp_size=None,
-    )  # fmt: skip
-    (found,) = quantized_problems(args, SGLangConfig(models=tuple(models)))
+    (found,) = quantized_problems(SGLangConfig(models=tuple(models), file="e.yaml"))
     assert f"{tmp_path / 'judge'} has FP8 blocks" in found and "(num_gpus_per_engine of --sglang-config 1)" in found
 
 
@@ -89,10 +85,11 @@ def test_blocks_of_each_model_are_judged_by_its_own_engines(tmp_path):
 )
 def test_quantized_weights_are_not_served_in_fp32(tmp_path, shape, asked, overrides, is_refused):
     (tmp_path / "config.json").write_text(json.dumps(shape | {"model_type": "qwen3"}))
-    group = ServerGroupConfig(worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides)
+    group = ServerGroupConfig(
+        worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides, of_flags={"dtype": asked}
+    )
     model = ModelConfig(name="default", model_path=str(tmp_path), update_weights=True, server_groups=(group,))
-    args = Namespace(fp32=True, bf16=False, fp16=False, sglang_dtype=asked, debug_train_only=False)
-    found = list(precision_problems(args, SGLangConfig(models=(model,))))
+    found = list(precision_problems(SGLangConfig(models=(model,)), "float32"))
     assert ["Give --bf16" in problem for problem in found] == [True] * is_refused
 
 
@@ -100,11 +97,9 @@ def test_quantized_weights_are_not_served_in_fp32(tmp_path, shape, asked, overri
     ("options", "found"),
     [
         ({}, []),
-        ({"sglang_quantization": "fp8"}, ["default"]),
-        ({"sglang_torchao_config": "int4wo-128"}, ["default", "packed"]),
-        ({"sglang_quantization": "compressed-tensors"}, ["default"]),
-        ({"sglang_quantization": "fp8", "push_sends_model": False}, []),
-        ({"sglang_quantization": "fp8", "debug_rollout_only": True}, []),
+        ({"quantization": "fp8"}, ["default"]),
+        ({"torchao_config": "int4wo-128"}, ["default", "packed"]),
+        ({"quantization": "compressed-tensors"}, ["default"]),
     ],
 )
 def test_engines_that_would_quantize_pushed_weights_by_themselves_are_refused(tmp_path, options, found):
@@ -114,12 +109,13 @@ def test_engines_that_would_quantize_pushed_weights_by_themselves_are_refused(tm
         config = QWEN3_4B | {"quantization_config": {"quant_method": method}, "model_type": "qwen3"}
         (tmp_path / name / "config.json").write_text(json.dumps(config))
         overrides = {"quantization": "compressed-tensors"} if name == "packed" else {}
-        group = ServerGroupConfig(worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides)
+        flags = {"quantization": None, "torchao_config": "", **options}
+        group = ServerGroupConfig(
+            worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides, of_flags=flags
+        )
         is_pushed, path = name != "judge", str(tmp_path / name)
         models.append(ModelConfig(name=name, model_path=path, update_weights=is_pushed, server_groups=(group,)))
-    defaults = {"sglang_quantization": None, "sglang_torchao_config": "", "push_sends_model": True}
-    args = Namespace(**{"debug_rollout_only": False, **defaults, **options})
-    problems = list(own_quantization_problems(args, SGLangConfig(models=tuple(models))))
+    problems = list(own_quantization_problems(SGLangConfig(models=tuple(models))))
     assert [next(name for name in found if f"/{name}, which" in problem) for problem in problems] == found
 
 
@@ -161,34 +157,32 @@ RUNNER, EXCHANGE, GEMM = "moe_runner_backend", "moe_a2a_backend", "fp8_gemm_runn
 def test_engines_that_would_repack_a_published_form_for_good_are_refused(
     tmp_path: Path, gpu: int, experts: torch.dtype, flags: dict[str, str], overrides: dict[str, str], found: list[str]
 ) -> None:
-    group = ServerGroupConfig(worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides)
+    settings = {RUNNER: "auto", EXCHANGE: "none", GEMM: "auto", **flags}
+    group = ServerGroupConfig(
+        worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides, of_flags=settings
+    )
     path = write_published(tmp_path, experts)
-    settings = {
-        f"sglang_{name}": flags.get(name, default)
-        for name, default in {RUNNER: "auto", EXCHANGE: "none", GEMM: "auto"}.items()
-    }
-    gates = {"debug_rollout_only": False, "debug_train_only": False, "push_sends_model": True}
     for is_pushed in (True, False):
         model = ModelConfig(name="default", model_path=path, update_weights=is_pushed, server_groups=(group,))
         layout = SGLangConfig(models=(model,))
-        problems = list(repacking_problems(Namespace(**gates, **settings), layout, gpu=gpu))
+        problems = list(repacking_problems(layout, gpu=gpu))
         assert len(problems) == (len(found) if is_pushed else 0), problems
         for problem, pattern in zip(problems, found):
             assert re.search(pattern, problem) and path in problem, problem
-        unpushed = Namespace(**gates | {"push_sends_model": False}, **settings)
-        assert not list(repacking_problems(unpushed, layout, gpu=gpu))
 
 
 def test_each_group_of_engines_is_judged_by_its_own_size_and_overrides():
     groups = tuple(
-        ServerGroupConfig(worker_type=kind, num_gpus=8, num_gpus_per_engine=num_gpus, overrides=overrides)
+        ServerGroupConfig(
+            worker_type=kind, num_gpus=8, num_gpus_per_engine=num_gpus, overrides=overrides,
+            of_flags={"pp_size": 1, "dp_size": 4, "ep_size": 1},
+        )
         for kind, num_gpus, overrides in (
             ("prefill", 8, {"dp_size": 3}), ("decode", 4, {}), ("regular", 2, {"dp_size": 2}), ("placeholder", 1, {}),
         )
     )  # fmt: skip
     model = ModelConfig(name="default", model_path="m", update_weights=True, server_groups=groups)
-    args = Namespace(sglang_config="e.yaml", sglang_pp_size=1, sglang_dp_size=4, sglang_ep_size=1)
-    assert list(size_problems(args, SGLangConfig(models=(model,)))) == [
+    assert list(size_problems(SGLangConfig(models=(model,), file="e.yaml"))) == [
         "--sglang-config e.yaml: dp-size is 3 and the prefill engines of default have 8 GPUs: the 8 tensor-parallel "
         "ranks of an engine must divide into 3 groups; use 2."
     ]
@@ -198,10 +192,12 @@ def test_each_group_of_engines_is_judged_by_its_own_size_and_overrides():
     {"pp_size": 3}, "--sglang-config e.yaml: pp-size is 3"
 )])  # fmt: skip
 def test_pipeline_stages_must_divide_the_gpus_of_each_group(overrides, said):
-    group = ServerGroupConfig(worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides)
+    flags = {"pp_size": 2, "dp_size": 1, "ep_size": 1}
+    group = ServerGroupConfig(
+        worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides, of_flags=flags
+    )
     model = ModelConfig(name="judge", model_path="m", update_weights=False, server_groups=(group,))
-    args = Namespace(sglang_config="e.yaml", sglang_pp_size=2, sglang_dp_size=1, sglang_ep_size=1)
-    (found,) = size_problems(args, SGLangConfig(models=(model,)))
+    (found,) = size_problems(SGLangConfig(models=(model,), file="e.yaml"))
     assert found.startswith(f"{said} and the regular engines of judge have 1 GPUs") and found.endswith("use 1.")
 
 
@@ -212,8 +208,5 @@ def test_pipeline_stages_must_divide_the_gpus_of_each_group(overrides, said):
 def test_a_trainer_that_may_stay_awake_knows_what_the_engines_take(overrides, said):
     group = ServerGroupConfig(worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides)
     model = ModelConfig(name="default", model_path="m", update_weights=True, server_groups=(group,))
-    args = Namespace(sglang_config="e.yaml", offload_train_if_needed=True)
-    found = list(share_problems(args, SGLangConfig(models=(model,))))
+    found = list(share_problems(SGLangConfig(models=(model,), file="e.yaml")))
     assert len(found) == len(said) and all(text in problem for text, problem in zip(said, found, strict=True))
-    args.offload_train_if_needed = False
-    assert list(share_problems(args, SGLangConfig(models=(model,)))) == []

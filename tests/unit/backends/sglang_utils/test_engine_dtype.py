@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slime.backends.megatron_utils.models import dtype_of_fp32
-from slime.backends.sglang_utils.sglang_config import own_dtype, served_dtype
+from slime.backends.sglang_utils.sglang_config import ServerGroupConfig, own_dtype, served_dtype, trainer_dtype
 from slime.ray.engines import models
 
 PRECISIONS = {"bf16": False, "fp16": False, "fp32": False}
@@ -29,7 +29,7 @@ PRECISIONS = {"bf16": False, "fp16": False, "fp32": False}
 def test_an_engine_of_the_job_has_the_trainers_dtype_unless_a_flag_says_otherwise(
     precision: str, asked: str | None, dtype: str
 ) -> None:
-    assert own_dtype(Namespace(**{**PRECISIONS, precision: True}), asked) == dtype
+    assert own_dtype(asked, trainer_dtype(Namespace(**{**PRECISIONS, precision: True}))) == dtype
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,8 @@ def test_auto_is_what_sglang_makes_of_it(tmp_path: Path, config: dict[str, Any],
 
 def test_a_groups_override_wins(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
-    args, model = Namespace(**PRECISIONS | {"fp32": True}, sglang_dtype="auto"), str(tmp_path)
     for overrides, expected in (({}, "float32"), ({"dtype": "half"}, "half"), ({"dtype": "auto"}, "bfloat16")):
-        assert models._dtype_of(args, model, overrides) == expected
+        group = ServerGroupConfig(
+            worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides=overrides, of_flags={"dtype": "auto"}
+        )
+        assert models._dtype_of(group, str(tmp_path), "float32") == expected
