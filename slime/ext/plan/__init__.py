@@ -3,7 +3,7 @@
     plan = make_plan(args, hf_config, PlanOptions(...))   # make_plan.py; what a plan says is in plan.py
     print(plan_tables(plan, problems, notes))             # tables.py
 
-``make_plan.py`` reads ``args``.  What it calls is arithmetic over frozen configs (``ModelDims``, ``ParallelSizes``,
-``TrainerSettings``, ``EngineShape``): no torch, no Megatron, no SGLang, no Ray.  What the numbers were checked against
-is in docs/plan.md.
+``make_plan.py`` reads ``args``.  What it calls is arithmetic over frozen configs (``RunFlags``, ``ModelDims``,
+``ParallelSizes``, ``TrainerSettings``, ``EngineShape``): no torch, no Megatron, no SGLang, no Ray.  What the numbers
+were checked against is in docs/plan.md.
 """

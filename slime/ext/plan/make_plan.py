@@ -42,6 +42,7 @@ from slime.ext.plan.prompts import (
     sample_lengths,
     with_image_tokens,
 )
+from slime.ext.plan.run_flags import RunFlags
 from slime.ext.plan.traffic import PushTraffic, StepWork, step_work
 from slime.ext.plan.trainer_memory import (
     CONTEXT_BYTES,
@@ -51,7 +52,6 @@ from slime.ext.plan.trainer_memory import (
     HostMemory,
     TrainerSettings,
     add_hosts,
-    push_buffer_bytes,
     rank_host_memory,
     rank_memory,
     state_copies,
@@ -59,6 +59,7 @@ from slime.ext.plan.trainer_memory import (
 )
 from slime.flags.algorithm import uses_reference
 from slime.flags.cluster import plan_gpus
+from slime.flags.config import read_config
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import SlimeError
 
@@ -73,12 +74,35 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
     notes = list(_notes(args, options))
     if not args.debug_rollout_only:
         check_expert_layout(args)
+    run = read_config(RunFlags, args)
     dims, sizes = model_dims(args, hf_config), ParallelSizes.from_args(args)
     images = image_patches(dims, options)
     options = with_image_tokens(dims, options, images)
     split = stage_chunks(PipelineSplit.from_args(args))
-    work = plan_work(args, dims, sizes, options, problems, images)
-    tokens = micro_batch_tokens(args, sizes, work, options.prompts)
+    work = None
+    if run.num_samples:
+        schedule = schedule_config(
+            args,
+            dp_size=sizes.data,
+            cp_size=sizes.context,
+            vpp_size=sizes.virtual,
+            microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage or 1,
+        )
+        lengths = options.lengths or sample_lengths(run, options.prompts)
+        try:
+            work = step_work(
+                list(lengths),
+                schedule=schedule,
+                flops=dims,
+                global_batch_size=args.global_batch_size,
+                pipeline=sizes.pipeline,
+                forward_passes=forward_passes(args),
+                recomputes_everything=args.recompute_granularity == "full",
+                images=images,
+            )
+        except SlimeError as error:
+            problems.append(f"Batches: {error}")
+    tokens = micro_batch_tokens(run, sizes, work, options.prompts)
     settings = TrainerSettings.from_args(
         args,
         sizes,
@@ -86,10 +110,15 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
         num_microbatches=min(work.num_microbatches) if work else sizes.pipeline,
         patches=patches_of_rank(tokens, sum(images), sizes, work),
     )
-    stages = [plan_stage(args, number, chunks, dims, sizes, settings) for number, chunks in enumerate(split)]
-    places, groups = plan_engines(args, dims, sizes, hf_config, options, problems)
-    phases = plan_phases(args, sizes, stages, groups)
-    host = plan_host(args, sizes, stages, places)
+    adapters, has_router_bias = Adapters.from_args(args), bool(args.moe_router_enable_expert_bias)
+    stages = [
+        plan_stage(number, chunks, dims, sizes, settings, adapters, has_router_bias=has_router_bias)
+        for number, chunks in enumerate(split)
+    ]
+    beside_engine = trainer_bytes_beside_engine(run, sizes)
+    places, groups = plan_engines(args, dims, sizes, hf_config, options, problems, beside_engine)
+    phases = plan_phases(run, beside_engine, stages, groups)
+    host = plan_host(run, sizes, stages, places, parked=parked_copies(run, has_reference=uses_reference(args)))
     num_gpus = plan_gpus(args).num_gpus
     return Plan(
         problems=problems,
@@ -108,7 +137,7 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
         phases=phases,
         host=host,
         work=work,
-        push=plan_push(args, dims, sizes, groups, places, hf_config),
+        push=plan_push(run, dims, sizes, groups, places, hf_config),
         train_seconds=train_seconds(work, sizes, options),
         micro_batch_tokens=settings.batch.tokens,
     )
@@ -136,41 +165,6 @@ def _notes(args: Namespace, options: PlanOptions) -> Iterator[str]:
         )
 
 
-def plan_work(
-    args: Namespace, dims: ModelDims, sizes: ParallelSizes, options: PlanOptions, problems: list[str],
-    images: Sequence[int] = (),
-) -> StepWork | None:  # fmt: skip
-    """Return the work that the trainer's scheduler makes of the rollout's samples; None when nothing is trained.
-
-    Batches that cannot be dealt out are appended to ``problems``.
-    """
-    if args.debug_rollout_only or not args.rollout_batch_size or not args.global_batch_size:
-        return None
-    num_samples = args.rollout_batch_size * args.n_samples_per_prompt
-    lengths = list(options.lengths or sample_lengths(args, num_samples, options.prompts))
-    schedule = schedule_config(
-        args,
-        dp_size=sizes.data,
-        cp_size=sizes.context,
-        vpp_size=sizes.virtual,
-        microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage or 1,
-    )
-    try:
-        return step_work(
-            lengths,
-            schedule=schedule,
-            flops=dims,
-            global_batch_size=args.global_batch_size,
-            pipeline=sizes.pipeline,
-            forward_passes=forward_passes(args),
-            recomputes_everything=args.recompute_granularity == "full",
-            images=images,
-        )
-    except SlimeError as error:
-        problems.append(f"Batches: {error}")
-        return None
-
-
 def forward_passes(args: Namespace) -> int:
     """Count the actor's passes without gradients over a rollout's samples: reference, teachers, old policy."""
     from slime.backends.megatron_utils.forward import needs_old_log_probs
@@ -190,26 +184,24 @@ def train_seconds(work: StepWork | None, sizes: ParallelSizes, options: PlanOpti
     return (work.hardware_flops + work.tower_flops * (sizes.tower_copies - 1)) * work.imbalance / rate
 
 
-def micro_batch_tokens(
-    args: Namespace, sizes: ParallelSizes, work: StepWork | None, prompts: Sequence[int] = ()
-) -> int:
+def micro_batch_tokens(run: RunFlags, sizes: ParallelSizes, work: StepWork | None, prompts: Sequence[int] = ()) -> int:
     """Return the tokens of the largest micro-batch on one context-parallel rank, which is no less than one sample."""
-    longest = longest_sample(args, prompts) if work is None else work.longest
-    if args.use_dynamic_batch_size:
-        per_rank = max(args.max_tokens_per_gpu, -(-longest // sizes.context))
+    longest = longest_sample(run, prompts) if work is None else work.longest
+    if run.use_dynamic_batch_size:
+        per_rank = max(run.max_tokens_per_gpu or 0, -(-longest // sizes.context))
     else:
-        per_rank = -(-longest * args.micro_batch_size // sizes.context)
-    multiple = args.data_pad_size_multiplier * sizes.tensor
+        per_rank = -(-longest * run.micro_batch_size // sizes.context)
+    multiple = run.data_pad_size_multiplier * sizes.tensor
     return -(-per_rank // multiple) * multiple
 
 
 def plan_stage(
-    args: Namespace, number: int, chunks: list[StageChunk], dims: ModelDims, sizes: ParallelSizes,
-    settings: TrainerSettings,
+    number: int, chunks: list[StageChunk], dims: ModelDims, sizes: ParallelSizes, settings: TrainerSettings,
+    adapters: Adapters | None, *, has_router_bias: bool,
 ) -> StagePlan:  # fmt: skip
     """Plan stage ``number``: its layers, and the parameters and memory of one rank."""
-    count = chunk_parameters(chunks, dims, sizes, has_router_bias=bool(args.moe_router_enable_expert_bias))
-    if (adapters := Adapters.from_args(args)) is not None:
+    count = chunk_parameters(chunks, dims, sizes, has_router_bias=has_router_bias)
+    if adapters is not None:
         count = with_adapters(count, chunks, dims, sizes, adapters)
     memory = rank_memory(chunks, number, count, dims, sizes, settings)
     layers = [layer for chunk in chunks for layer in chunk.layers]
@@ -223,11 +215,14 @@ def plan_stage(
 
 def plan_engines(
     args: Namespace, dims: ModelDims, sizes: ParallelSizes, hf_config: Mapping[str, Any], options: PlanOptions,
-    problems: list[str],
+    problems: list[str], trainer_bytes: int,
 ) -> tuple[list[EngineGpus], list[EngineGroupPlan]]:  # fmt: skip
     """Plan every engine's place, and each group of like engines that serve; none for external engines.
 
     What the groups break is appended to ``problems``.
+
+    Args:
+        trainer_bytes: what an idle trainer keeps on an engine's card.
     """
     if args.debug_train_only or args.rollout_external or not args.rollout_num_gpus:
         return [], []
@@ -249,7 +244,6 @@ def plan_engines(
         trainer_gpus=trainer_gpus,
     )
     problems += placement_problems(places, args.num_gpus_per_node)
-    flags = {name.removeprefix("sglang_"): value for name, value in vars(args).items() if name.startswith("sglang_")}
     weight_bytes, expert_bytes = quantized_bytes(hf_config), quantized_expert_bytes(hf_config)
     plans = []
     for model in config.models:
@@ -257,18 +251,17 @@ def plan_engines(
             if group.worker_type in ("placeholder", "encoder"):
                 continue
             engine = EngineShape.from_flags(
-                flags, group.overrides, num_gpus=group.num_gpus_per_engine, weight_bytes=weight_bytes,
+                group.of_flags, group.overrides, num_gpus=group.num_gpus_per_engine, weight_bytes=weight_bytes,
                 expert_bytes=expert_bytes, mtp_layers=max(dims.num_mtp_layers, 1),
                 adapter_slots=AdapterSlots.from_args(args),
             )  # fmt: skip
             where = f"Engines {group.worker_type!r} of model {model.name!r}"
-            merged = {**flags, **group.overrides, "disaggregation": group.worker_type}
+            merged = {**group.of_flags, **group.overrides, "disaggregation": group.worker_type}
             problems += engine_problems(dims, engine, merged, options.environment, where)
             if not engine.has_ranks(dims):
                 continue
-            other = trainer_bytes_beside_engine(args, sizes)
             memory = engine_memory(
-                dims, engine, card_bytes=options.card.memory, other_bytes=other, is_colocated=args.colocate
+                dims, engine, card_bytes=options.card.memory, other_bytes=trainer_bytes, is_colocated=args.colocate
             )
             plans.append(
                 EngineGroupPlan(
@@ -281,63 +274,65 @@ def plan_engines(
 
 
 def plan_phases(
-    args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], groups: list[EngineGroupPlan]
+    run: RunFlags, trainer_bytes: int, stages: list[StagePlan], groups: list[EngineGroupPlan]
 ) -> GpuPhases:
-    """Return the fullest card of each phase."""
-    trains = not args.debug_rollout_only
-    shares = args.colocate and bool(groups)
+    """Return the fullest card of each phase; ``trainer_bytes``: what an idle trainer keeps on an engine's."""
+    trains = not run.debug_rollout_only
+    shares = run.colocate and bool(groups)
     is_wide = any(group.num_gpus_per_engine > 1 for group in groups)
-    engine_asleep = ENGINE_ASLEEP_BYTES + ENGINE_GROUPS_BYTES * is_wide if shares and args.offload_rollout else 0
+    engine_asleep = ENGINE_ASLEEP_BYTES + ENGINE_GROUPS_BYTES * is_wide if shares and run.offload_rollout else 0
     full = (CONTEXT_BYTES + g.memory.weights + max(g.memory.kv_cache, 0) + g.memory.adapters for g in groups)
     engine_full = max(full, default=0)
-    buffers = push_buffer_bytes(args)
-    beside_trainer = buffers + (engine_asleep if args.offload_rollout else engine_full if shares else 0)
+    buffers = run.push_buffer_bytes
+    beside_trainer = buffers + (engine_asleep if run.offload_rollout else engine_full if shares else 0)
     awake = max(stage.memory.static + stage.memory.outside for stage in stages) + buffers
-    asleep = trainer_bytes_beside_engine(args, sizes) or TRAINER_ASLEEP_BYTES
-    if not args.offload_train:
+    asleep = trainer_bytes or TRAINER_ASLEEP_BYTES
+    if not run.offload_train:
         asleep = awake
     train = max(stage.memory.peak + stage.memory.outside for stage in stages) + beside_trainer
     forward = max(stage.forward_peak + stage.memory.outside for stage in stages) + beside_trainer
-    if args.use_critic:
+    if run.use_critic:
         train, forward = train + TRAINER_ASLEEP_BYTES, forward + TRAINER_ASLEEP_BYTES
     beside_engine = (asleep if shares else 0) if trains else 0
     push = None
     if groups and trains:
         weights = max(CONTEXT_BYTES + group.memory.weights for group in groups)
-        push = beside_engine + weights + args.update_weight_buffer_size * (1 if shares else 2)
+        push = beside_engine + weights + run.update_weight_buffer_size * (1 if shares else 2)
     return GpuPhases(
         train=train if trains else None,
         log_probs=forward if trains else None,
-        asleep=asleep if trains and args.offload_train else None,
+        asleep=asleep if trains and run.offload_train else None,
         rollout=beside_engine + engine_full if groups else None,
         push=push,
     )
 
 
-def plan_host(args: Namespace, sizes: ParallelSizes, stages: list[StagePlan], places: list[EngineGpus]) -> HostMemory:
-    """Return the node that needs most memory."""
-    if args.debug_rollout_only:
+def plan_host(
+    run: RunFlags, sizes: ParallelSizes, stages: list[StagePlan], places: list[EngineGpus], *, parked: int
+) -> HostMemory:
+    """Return the node that needs most memory; ``parked``: the trainer's sets of weights in pinned memory."""
+    if run.debug_rollout_only:
         return add_hosts([])
     per_node: dict[int, list[HostMemory]] = {}
-    for place in rank_places(sizes, args.num_gpus_per_node):
+    for place in rank_places(sizes, run.num_gpus_per_node):
         host = rank_host_memory(
             stages[place.pipeline].memory,
-            parked_copies=parked_copies(args),
-            is_offloaded=bool(args.offload_train),
-            saves_in_background=bool(args.async_save),
-            state_copies=state_copies(args, sizes),
-            trains_critic=bool(args.use_critic),
-            has_engine=bool(args.colocate and places),
+            parked_copies=parked,
+            is_offloaded=bool(run.offload_train),
+            saves_in_background=bool(run.async_save),
+            state_copies=state_copies(run, sizes),
+            trains_critic=bool(run.use_critic),
+            has_engine=bool(run.colocate and places),
         )
         per_node.setdefault(place.node, []).append(host)
     return max((add_hosts(hosts) for hosts in per_node.values()), key=lambda host: host.total)
 
 
-def parked_copies(args: Namespace) -> int:
+def parked_copies(run: RunFlags, *, has_reference: bool) -> int:
     """Count the sets of weights that the trainer keeps in pinned memory."""
-    old = [args.keep_old_actor] * 2  # what drew the rollout, and what the engines have
-    count = sum(map(bool, [uses_reference(args), *old])) + len(args.frozen_policies)
-    return count + (count > 0 or bool(args.offload_train))
+    old = [run.keep_old_actor] * 2  # what drew the rollout, and what the engines have
+    count = sum(map(bool, [has_reference, *old])) + len(run.frozen_policies)
+    return count + (count > 0 or bool(run.offload_train))
 
 
 def too_large(phases: GpuPhases, host: HostMemory, groups: list[EngineGroupPlan], card: Card) -> list[str]:
@@ -375,25 +370,19 @@ _REMEDY = {
 
 
 def plan_push(
-    args: Namespace, dims: ModelDims, sizes: ParallelSizes, groups: list[EngineGroupPlan],
+    run: RunFlags, dims: ModelDims, sizes: ParallelSizes, groups: list[EngineGroupPlan],
     places: list[EngineGpus], hf_config: Mapping[str, Any],
 ) -> PushTraffic | None:  # fmt: skip
     """Return the traffic of a full push; None when nothing is pushed.  Embedding and head stay in bf16."""
-    if not groups or args.debug_rollout_only:
+    if not groups or run.debug_rollout_only:
         return None
     vocab = (1 if dims.has_tied_embeddings else 2) * dims.vocab_rows * dims.hidden_size
     matrices = model_size(dims) - vocab
     experts = sum(dims.is_moe) * (dims.num_experts or 0) * (dims.gate_factor + 1) * dims.expert_ffn * dims.hidden_size
     weights = (matrices - experts) * quantized_bytes(hf_config) + experts * quantized_expert_bytes(hf_config)
     model_bytes = int(weights + 2 * vocab)
-    way = (
-        "disk"
-        if vars(args).get("update_weight_transport") == "disk"
-        else "colocated"
-        if args.colocate
-        else "distributed"
-    )
+    way = "disk" if run.update_weight_transport == "disk" else "colocated" if run.colocate else "distributed"
     sources = {"disk": 1, "colocated": sizes.world, "distributed": sizes.pipeline}[way]
     share = -(-model_bytes // sources)
-    num_buckets = -(-share // args.update_weight_buffer_size)
+    num_buckets = -(-share // run.update_weight_buffer_size)
     return PushTraffic(model_bytes, share, num_buckets, way, model_bytes * len(places))

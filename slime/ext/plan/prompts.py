@@ -11,6 +11,7 @@ from typing import Any
 
 from slime.ext.plan.layout import ParallelSizes
 from slime.ext.plan.plan import PlanOptions
+from slime.ext.plan.run_flags import RunFlags
 from slime.ext.plan.traffic import StepWork, reference_lengths
 from slime.flags.security import trusts_remote_code
 from slime.rollout.prompt_dataset import Dataset
@@ -98,25 +99,25 @@ def _text(prompt: Any) -> str:
     return "\n".join(str(message.get("content", "")) for message in prompt)
 
 
-def sample_lengths(args: Namespace, num_samples: int, prompts: Sequence[int]) -> list[int]:
+def sample_lengths(run: RunFlags, prompts: Sequence[int]) -> list[int]:
     """Return the tokens of each sample: responses of the reference distribution, after known prompts."""
-    longest = longest_sample(args, prompts)
+    longest = longest_sample(run, prompts)
     if not prompts:
-        return reference_lengths(num_samples, longest)
-    limit = args.rollout_max_response_len  # None where a row of the data holds its response
-    responses = reference_lengths(num_samples, int(limit)) if limit else [0] * num_samples
+        return reference_lengths(run.num_samples, longest)
+    limit = run.rollout_max_response_len
+    responses = reference_lengths(run.num_samples, limit) if limit else [0] * run.num_samples
     return [
-        min(longest, prompts[index // args.n_samples_per_prompt % len(prompts)] + response)
+        min(longest, prompts[index // run.n_samples_per_prompt % len(prompts)] + response)
         for index, response in enumerate(responses)
     ]
 
 
-def longest_sample(args: Namespace, prompts: Sequence[int] = ()) -> int:
+def longest_sample(run: RunFlags, prompts: Sequence[int] = ()) -> int:
     """Return the longest sample that flags and prompts allow, a prompt of unknown length left out."""
-    if args.rollout_max_context_len is not None:
-        return int(args.rollout_max_context_len)
-    prompt = max(prompts, default=args.rollout_max_prompt_len or 0)
-    return int((args.rollout_max_response_len or 0) + prompt) or int(args.seq_length)
+    if run.rollout_max_context_len is not None:
+        return run.rollout_max_context_len
+    prompt = max(prompts, default=run.rollout_max_prompt_len or 0)
+    return (run.rollout_max_response_len or 0) + prompt or run.seq_length
 
 
 def image_patches(dims: ModelDims, options: PlanOptions) -> list[int]:

@@ -17,6 +17,7 @@ from slime.ext.plan.activations import (
 )
 from slime.ext.plan.layout import ParallelSizes, StageChunk, rank_places
 from slime.ext.plan.parameters import ParameterCount
+from slime.ext.plan.run_flags import RunFlags
 from slime.train_data.model_dims import ModelDims
 
 GIB = 2**30
@@ -256,14 +257,14 @@ def rank_host_memory(
     )
 
 
-def state_copies(args: Namespace, sizes: ParallelSizes) -> int:
+def state_copies(run: RunFlags, sizes: ParallelSizes) -> int:
     """Count the copies of its state that a rank adds to the nodes' memory (``--trainer-recovery memory``).
 
     Its own, and two in each keeper: that on its node, and on another one where there is one.
     """
-    if args.state_copy_interval is None:
+    if run.state_copy_interval is None:
         return 0
-    nodes = {place.node for place in rank_places(sizes, args.num_gpus_per_node)}
+    nodes = {place.node for place in rank_places(sizes, run.num_gpus_per_node)}
     return 1 + 2 * min(2, len(nodes))
 
 
@@ -280,13 +281,8 @@ ENGINE_GROUPS_BYTES = int(1.4 * GIB)
 """Additional memory of a released engine that spans several GPUs (measured with two)."""
 
 
-def trainer_bytes_beside_engine(args: Namespace, sizes: ParallelSizes) -> int:
+def trainer_bytes_beside_engine(run: RunFlags, sizes: ParallelSizes) -> int:
     """Return the bytes that an idle trainer keeps on an engine's card."""
-    if not args.colocate or args.debug_rollout_only:
+    if not run.colocate or run.debug_rollout_only:
         return 0
-    return TRAINER_ASLEEP_BYTES + (GROUPS_ASLEEP_BYTES if sizes.world > 1 else 0) + push_buffer_bytes(args)
-
-
-def push_buffer_bytes(args: Namespace) -> int:
-    """Return the bytes of the bucket that an engine on the same card maps: it stays, asleep and awake."""
-    return int(args.update_weight_buffer_size) if args.colocate and not args.debug_train_only else 0
+    return TRAINER_ASLEEP_BYTES + (GROUPS_ASLEEP_BYTES if sizes.world > 1 else 0) + run.push_buffer_bytes
