@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+from slime.backends.megatron_utils.megatron_to_hf import hf_form
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.utils.errors import ConfigError
 
@@ -39,7 +40,7 @@ class DeepseekV32Bridge:
 
         A collective: all ranks iterate to the end.
         """
-        return iter_hf_tensors(self.args, models, model_name=self.model_type, dtype=None)
+        return iter_hf_tensors(hf_form(self.args, self.model_type), models, dtype=None)
 
     def _check(self, path: str | Path) -> str:
         model_type = read_hf_config(str(path)).get("model_type")

@@ -32,6 +32,7 @@ def train(
 
     from slime.backends.megatron_utils import memory
     from slime.backends.megatron_utils.parameters import weights_digest
+    from slime.backends.megatron_utils.megatron_to_hf import hf_form
     from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 
     memory.sleeps = lambda offload_train: sleeps  # on a CPU no trainer does
@@ -59,7 +60,7 @@ def train(
         if not is_critic:
             name = worker._hf_config["model_type"]
             host = worker._sleep.host_weights()
-            tensors = iter_hf_tensors(own, worker.model, model_name=name, dtype=torch.float32, host_weights=host)
+            tensors = iter_hf_tensors(hf_form(own, name), worker.model, dtype=torch.float32, host_weights=host)
             sent = {name: float(tensor.double().square().sum()) for name, tensor in tensors}
             worker._policies.record_pushed()
         worker.wake_up()

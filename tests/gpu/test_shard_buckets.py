@@ -11,6 +11,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
 # isort: split
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+from slime.backends.megatron_utils.megatron_to_hf import hf_form
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.policies import ModelSwitch
@@ -47,7 +48,7 @@ def test_buckets_hold_what_gathering_gives(
         switch.backup("actor")
         host = switch.get("actor")
     name = read_config(tmp_path)["model_type"]
-    whole = iter_hf_tensors(args, model, model_name=name, dtype=torch.bfloat16)
+    whole = iter_hf_tensors(hf_form(args, name), model, dtype=torch.bfloat16)
     expected = {hf_name: tensor.clone() for hf_name, tensor in whole}
     quantizer = None
     if block is not None:
@@ -56,10 +57,9 @@ def test_buckets_hold_what_gathering_gives(
         quantizer = Quantizer(BlockFp8(block), quantized)
         expected = {n: t for key, tensor in expected.items() for n, t in quantizer.quantize(key, tensor)}
     weights = SentWeights(
-        args=args,
+        form=hf_form(args, name),
         model=model,
         get_host_weights=lambda: host,
-        model_name=name,
         dtype=torch.bfloat16,
         quantizer=quantizer,
         bucket_bytes=16384,

@@ -61,7 +61,7 @@ class Int4Run(FamilyRun):
 
     def _push(self) -> dict[str, Tensor]:
         """The tensors of a push in fp32 to engines that were started from the int4 folder."""
-        from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
+        from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer, hf_form
         from slime.backends.megatron_utils.update_weight.plain_push import iter_buckets
         from slime.backends.megatron_utils.update_weight.transport import SentWeights
 
@@ -69,7 +69,7 @@ class Int4Run(FamilyRun):
         quantizer = checkpoint_quantizer(self.engine_folder, config["quantization_config"], dtype=torch.float32)
         with self.model() as (args, model):
             weights = SentWeights(
-                args=args, model=model, model_name=config["model_type"], dtype=torch.float32, quantizer=quantizer,
+                form=hf_form(args, config["model_type"]), model=model, dtype=torch.float32, quantizer=quantizer,
                 bucket_bytes=1 << 20,
             )  # fmt: skip
             with torch.no_grad():

@@ -26,6 +26,7 @@ from slime.backends.megatron_utils import initialize
 from slime.backends.megatron_utils.advantages import compute_advantages_and_returns
 from slime.backends.megatron_utils.data import current_device, get_data_iterator
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+from slime.backends.megatron_utils.megatron_to_hf import hf_form
 from slime.backends.megatron_utils.model import build_model, build_optimizer, build_scheduler
 from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
@@ -136,8 +137,8 @@ def export_differences(case: FamilyCase, args: Namespace, model: Sequence[torch.
     stage's own, as the two ways of a weight push want them."""
     expected = case.read_pushed(source)
     model_name = read_config(source)["model_type"]
-    everywhere = {n: t.clone().cpu() for n, t in iter_hf_tensors(args, model, model_name=model_name, dtype=None)}
-    own = iter_hf_tensors(args, model, model_name=model_name, dtype=None, across_stages=False)
+    everywhere = {n: t.clone().cpu() for n, t in iter_hf_tensors(hf_form(args, model_name), model, dtype=None)}
+    own = iter_hf_tensors(hf_form(args, model_name), model, dtype=None, across_stages=False)
     stages: list[dict[str, Tensor]] = [{}] * mpu.get_pipeline_model_parallel_world_size()
     dist.all_gather_object(stages, {n: t.clone().cpu() for n, t in own}, group=mpu.get_pipeline_model_parallel_group())
     joined = {name: tensor for stage in stages for name, tensor in stage.items()}

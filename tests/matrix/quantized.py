@@ -76,7 +76,7 @@ class QuantizedRun:
     def export(self) -> tuple[float, float, str]:
         """The trainer holds the unquantized weights and exports for the quantized checkpoint: the same bytes."""
         from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
-        from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
+        from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer, hf_form
         from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 
         config = read_config(self.folder)
@@ -86,7 +86,7 @@ class QuantizedRun:
             quantizer = checkpoint_quantizer(self.folder, config["quantization_config"])
             assert quantizer is not None
             save_hf_model_to_path(args, saved, model)
-            plain = iter_hf_tensors(args, model, model_name=config["model_type"], dtype=torch.bfloat16)
+            plain = iter_hf_tensors(hf_form(args, config["model_type"]), model, dtype=torch.bfloat16)
             pushed = dict(output for name, tensor in plain for output in quantizer.quantize(name, tensor))
         assert read_config(saved) == config
         index = json.loads((saved / "model.safetensors.index.json").read_text())

@@ -29,6 +29,7 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
+from slime.backends.megatron_utils.megatron_to_hf import hf_form
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
@@ -147,7 +148,7 @@ def compare_on_rank(
     problems, notes = [], []
     for label in formats:
         form = FORMATS[label]
-        whole = iter_hf_tensors(args, model, model_name=model_name, dtype=form.dtype)
+        whole = iter_hf_tensors(hf_form(args, model_name), model, dtype=form.dtype)
         expected = {hf_name: tensor.clone() for hf_name, tensor in whole}
         quantizer = None
         if form.quantized is not None:
@@ -159,9 +160,8 @@ def compare_on_rank(
             quantizer = Quantizer(form.quantized, quantized)
             expected = {n: t for key, tensor in expected.items() for n, t in quantizer.quantize(key, tensor)}
         weights = SentWeights(
-            args=args,
+            form=hf_form(args, model_name),
             model=model,
-            model_name=model_name,
             dtype=form.dtype,
             quantizer=quantizer,
             bucket_bytes=form.bucket_bytes,

@@ -25,6 +25,7 @@ from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollou
 from slime.backends.megatron_utils.forward import forward_only
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights, local_part
 from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
+from slime.backends.megatron_utils.megatron_to_hf import hf_form
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.model_transform import added_parameters
 from slime.backends.megatron_utils.parameters import iter_global_parameters, iter_shards
@@ -125,7 +126,7 @@ def model_gradients(args: Namespace, model: Sequence[torch.nn.Module]) -> dict[s
         tensors = iter_peft_tensors(adapter_table(args), model, host_weights=gradients)
     else:
         model_name = read_config(Path(args.hf_checkpoint))["model_type"]
-        tensors = iter_hf_tensors(args, model, model_name=model_name, dtype=None, host_weights=gradients)
+        tensors = iter_hf_tensors(hf_form(args, model_name), model, dtype=None, host_weights=gradients)
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
 
 
@@ -145,4 +146,4 @@ def export(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a weight push, whole and named as in the checkpoint.  Collective."""
     model_name = read_config(Path(args.hf_checkpoint))["model_type"]
-    return iter_hf_tensors(args, model, model_name=model_name, dtype=dtype)
+    return iter_hf_tensors(hf_form(args, model_name), model, dtype=dtype)

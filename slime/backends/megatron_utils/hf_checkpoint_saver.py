@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import in_layout_of, in_stored_dtype, stored_dtypes
-from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
-from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer, hf_form
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.utils.distributed_utils import init_gloo_group
 from slime.utils.errors import ConfigError
@@ -59,8 +57,8 @@ def save_hf_model_to_path(
     dtype = config_dtype(config)
     quantizer = checkpoint_quantizer(source, quantization_config or config.get("quantization_config"), dtype=dtype)
     writer = HfFolderWriter(output_dir, assets_from=source) if dist.get_rank() == 0 else None
-    model_name = model_name or config["model_type"]
-    tensors = iter_hf_tensors(args, model, model_name=model_name, dtype=None)
+    form = hf_form(args, model_name or config["model_type"])
+    tensors = iter_hf_tensors(form, model, dtype=None)
     if writer is None:
         for _ in tensors:  # the gathering needs all ranks
             pass
@@ -69,7 +67,7 @@ def save_hf_model_to_path(
             dtypes = stored_dtypes(str(source))
             cast = ((name, in_stored_dtype(name, tensor, dtypes, dtype)) for name, tensor in tensors)
             stored = _as_stored(cast, quantizer, bar)
-            is_left_out = functools.partial(find_weight_map(model_name).is_left_out, shape=model_dims(args))
+            is_left_out = functools.partial(form.weight_map.is_left_out, shape=form.dims)
             writer.add_all(in_layout_of(source, is_left_out, stored, verify=args.verify_checkpoint))
         writer.close()
         logger.info(

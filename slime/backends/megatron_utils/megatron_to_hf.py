@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from slime.backends.megatron_utils import sglang
 from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names, tensor_names
-from slime.backends.megatron_utils.models import find_weight_map, plain_weights
+from slime.backends.megatron_utils.models import WeightMap, find_weight_map, plain_weights
 from slime.backends.megatron_utils.models.rule import to_hf
 from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY
 from slime.train_data.model_dims import ModelDims
@@ -32,6 +32,31 @@ from slime.weights.quantize.formats import BlockFp8
 from slime.weights.stored_tensors import stored_codes
 
 
+@dataclass(frozen=True)
+class HfForm:
+    """What decides the names and shapes under which a model's weights leave it.
+
+    Attributes:
+        model_name: HF architecture or config class, in any spelling: ``Qwen3Config``, ``qwen3``.
+        dims: of the model.
+        folder: ``--hf-checkpoint``, whose copies of a tensor are written too; empty for none.
+    """
+
+    model_name: str
+    dims: ModelDims
+    folder: str
+
+    @property
+    def weight_map(self) -> WeightMap:
+        """The family's table."""
+        return find_weight_map(self.model_name)
+
+
+def hf_form(args: Namespace, model_name: str) -> HfForm:
+    """Return the form in which the model of complete flags leaves it."""
+    return HfForm(model_name, model_dims(args), str(vars(args).get("hf_checkpoint") or ""))
+
+
 def convert_to_hf(
     args: Namespace,
     model_name: str,
@@ -39,12 +64,11 @@ def convert_to_hf(
     param: Tensor,
     quantization_config: Mapping[str, Any] | None = None,
     transform_ue8m0: bool = True,
-    dims: ModelDims | None = None,
 ) -> list[tuple[str, Tensor]]:
     """Convert one whole Megatron parameter to its HF tensors, as engines of ``--hf-checkpoint`` hold them.
 
     Args:
-        model_name: HF architecture or config class, in any spelling: ``Qwen3Config``, ``qwen3``.
+        model_name: as :class:`HfForm` has it.
         name: name in the whole model, layers counted over all pipeline stages; leading ``module.`` are ignored.
         param: the parameter, gathered over tensor parallelism, in the dtype in which it travels; vocabulary padding is
             cut off here.
@@ -52,7 +76,6 @@ def convert_to_hf(
             None gives plain tensors.
         transform_ue8m0: give the scales of FP8 blocks the layout in which an engine's DeepGEMM holds them, on GPUs
             where it does (Blackwell); False for files.
-        dims: of the model, where the caller has them; None reads them from ``args``.
 
     Returns:
         HF names and tensors (views where possible), in the order q, k, v and gate, up; nothing for an output layer
@@ -63,25 +86,23 @@ def convert_to_hf(
         ConfigError: the architecture is not known, or weights cannot be quantized as ``--hf-checkpoint`` is.
         KeyError: the family has no such parameter.
     """
-    folder = str(vars(args).get("hf_checkpoint") or "")
-    tensors = plain_tensors(folder, model_name, name, param, dims or model_dims(args))
+    form = hf_form(args, model_name)
+    tensors = plain_tensors(form, name, param)
     if not quantization_config:
         return tensors
-    return quantize_params(folder, name, tensors, quantization_config, transform_ue8m0)
+    return quantize_params(form.folder, name, tensors, quantization_config, transform_ue8m0)
 
 
-def plain_tensors(
-    hf_checkpoint: str, model_name: str, name: str, param: Tensor, dims: ModelDims
-) -> list[tuple[str, Tensor]]:
-    """Convert as :func:`convert_to_hf` does, without quantizing; ``hf_checkpoint`` may be empty."""
-    weight_map = find_weight_map(model_name)
+def plain_tensors(form: HfForm, name: str, param: Tensor) -> list[tuple[str, Tensor]]:
+    """Convert as :func:`convert_to_hf` does, without quantizing."""
+    weight_map, dims = form.weight_map, form.dims
     while name.startswith("module."):
         name = name.removeprefix("module.")
     if name in VOCABULARY:
         param = param[: dims.vocab_size]
     copies = weight_map.copies_of(name, dims)
-    if copies and hf_checkpoint:
-        in_source = tensor_names(hf_checkpoint)
+    if copies and form.folder:
+        in_source = tensor_names(form.folder)
         copies = tuple(copy for copy in copies if copy in in_source)
     return [*to_hf(weight_map, name, param, dims), *((copy, param) for copy in copies)]
 

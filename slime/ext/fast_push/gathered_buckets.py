@@ -15,8 +15,6 @@ from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.parameters import iter_shards
 from slime.backends.megatron_utils.update_weight.gather import (
     in_hf_names,
@@ -71,7 +69,7 @@ class GatheredBuckets:
     def __init__(self, weights: SentWeights, *, across_stages: bool, only: Container[str] | None = None) -> None:
         self._weights, self._quantizer = weights, weights.quantizer
         self._across_stages = across_stages
-        weight_map, shape = find_weight_map(weights.model_name), model_dims(weights.args)
+        weight_map, shape = weights.form.weight_map, weights.form.dims
         present: set[str] = set()
 
         def together(name: str) -> tuple[str, ...]:
@@ -238,12 +236,11 @@ def hf_headers(weights: SentWeights, *, only: Container[str] | None = None) -> l
     stages = gather_objects(own, mpu.get_pipeline_model_parallel_group()) if is_piped else [own]
     result: list[list[Header]] = []
     sent: set[str] = set()
-    hf_checkpoint, dims = str(vars(weights.args).get("hf_checkpoint") or ""), model_dims(weights.args)
     for listed in stages:
         new = [header for header in listed if header[0] not in sent]
         sent |= {name for name, _, _ in new}
         shapes = ((name, torch.empty(shape, dtype=kind, device="meta")) for name, shape, kind in new)
-        converted = in_hf_names(hf_checkpoint, weights.model_name, dims, shapes)
+        converted = in_hf_names(weights.form, shapes)
         result.append([(hf_name, tuple(tensor.shape), tensor.dtype) for hf_name, tensor in converted])
     return result
 

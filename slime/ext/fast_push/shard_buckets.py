@@ -320,7 +320,7 @@ class ShardSlices:
         """:attr:`Shard.name` of the parameters that this rank cannot send by itself, and why."""
         self._held: list[_Held] = []
         self._live: dict[str, Tensor] = {}
-        layout = ShardLayout(weights.args, weights.model_name)
+        layout = ShardLayout(weights.form)
         config = unwrap_model(weights.model[0]).config
         seen: set[str] = set()
         for name, shard in iter_global_parameters(weights.model):

@@ -12,16 +12,13 @@ that gather (``gather.py``).
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
-from slime.backends.megatron_utils.models import find_weight_map
+from slime.backends.megatron_utils.megatron_to_hf import HfForm, plain_tensors
 from slime.backends.megatron_utils.models.rule import Rule
 from slime.backends.megatron_utils.models.weight_layouts import VOCABULARY, tensor_parallel_join
 from slime.weights.stacked_experts import row_of
@@ -131,17 +128,11 @@ class TensorSplit:
 
 
 class ShardLayout:
-    """Finds the slices of one parameter after the other; what is alike is worked out once.
+    """Finds the slices of one parameter after the other; what is alike is worked out once."""
 
-    Args:
-        model_name: as ``convert_to_hf`` takes it.
-    """
-
-    def __init__(self, args: Namespace, model_name: str) -> None:
-        self._args = args
-        self._model_name = model_name
-        self._map = find_weight_map(model_name)
-        self._shape = model_dims(args)
+    def __init__(self, form: HfForm) -> None:
+        self._form = form
+        self._map, self._shape = form.weight_map, form.dims
         self._known: dict[tuple[Rule, tuple[int, ...], TensorSplit], tuple[tuple[ShardSlice, ...], ...] | None] = {}
 
     def hf_tensors(self, name: str, whole_shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
@@ -161,7 +152,7 @@ class ShardLayout:
             name: in the whole model, with the number of the expert.
 
         Returns:
-            in the order of ``convert_to_hf``; None when the export does more than move rows and columns.
+            in the order of ``plain_tensors``; None when the export does more than move rows and columns.
         """
         whole_shape = list(part_shape)
         if split.dim is not None:
@@ -182,7 +173,7 @@ class ShardLayout:
         ]
 
     def _convert(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        return convert_to_hf(self._args, self._model_name, name, tensor, dims=self._shape)
+        return plain_tensors(self._form, name, tensor)
 
     def _work_out(
         self,

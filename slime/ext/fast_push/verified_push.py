@@ -17,10 +17,9 @@ from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import memory
-from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.hf_to_megatron.tensors import stored_names
 from slime.backends.megatron_utils.model_transform import added_parameters
-from slime.backends.megatron_utils.models import WeightMap, find_weight_map
+from slime.backends.megatron_utils.models import WeightMap
 from slime.backends.megatron_utils.update_weight.plain_push import PlainPush
 from slime.backends.megatron_utils.update_weight.transport import SentWeights, Transport
 from slime.ext.fast_push.acknowledgements import DigestedBuckets
@@ -108,16 +107,15 @@ class VerifiedPush(Transport):
         if self._buckets is None:
             weights = self._weights
             assert weights is not None
-            args = weights.args
             # Slices are read from the weights.
             takes_slices = self._takes_slices and added_parameters(weights.model) is None
             source = self._slices(weights) if takes_slices else self._gathered_buckets()
-            weight_map = find_weight_map(weights.model_name)
-            kept = left_out_tensors(args.hf_checkpoint, weight_map, model_dims(args), source.manifest)
+            form = weights.form
+            kept = left_out_tensors(form.folder, form.weight_map, form.dims, source.manifest)
             if kept and self._ranks.rank == 0:
                 logger.info(
                     "engines keep %d tensors of %s that this trainer does not have, such as %s",
-                    len(kept), args.hf_checkpoint, kept[0].name,
+                    len(kept), form.folder, kept[0].name,
                 )  # fmt: skip
             self._buckets = DigestedBuckets(source, kept)
             if isinstance(source, ShardBuckets):

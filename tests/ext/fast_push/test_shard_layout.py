@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils import models
-from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf
+from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf, hf_form
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
 from slime.ext.fast_push.shard_layout import (
@@ -47,7 +47,7 @@ def make_args(**changes: object) -> Namespace:
 def found(
     name: str, shape: tuple[int, ...], split: TensorSplit, model: str = "qwen3", **flags: object
 ) -> list[ShardSlice]:
-    slices = ShardLayout(make_args(**flags), model).slices(name, shape, split)
+    slices = ShardLayout(hf_form(make_args(**flags), model)).slices(name, shape, split)
     assert slices is not None
     return slices
 
@@ -105,7 +105,7 @@ def transposing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("transposing")
 def test_an_export_that_moves_more_than_rows_and_columns_has_no_slices() -> None:
-    layout = ShardLayout(make_args(vocab_size=6, padded_vocab_size=6), "transposing")
+    layout = ShardLayout(hf_form(make_args(vocab_size=6, padded_vocab_size=6), "transposing"))
     assert layout.slices("output_layer.weight", (6, 6), TensorSplit()) is None
 
 

@@ -6,7 +6,6 @@ asked) pipeline parallelism.  Names are converted in ``megatron_to_hf``.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -16,11 +15,9 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from slime.backends.megatron_utils.data import current_device
-from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.megatron_to_hf import plain_tensors
+from slime.backends.megatron_utils.megatron_to_hf import HfForm, plain_tensors
 from slime.backends.megatron_utils.models.weight_layouts import tensor_parallel_join
 from slime.backends.megatron_utils.parameters import Shard, iter_shards, tensor_parallel_group
-from slime.train_data.model_dims import ModelDims
 from slime.utils.distributed_utils import gather_objects
 from slime.utils.errors import WeightSyncError
 from slime.weights.stacked_experts import join_rows
@@ -154,10 +151,9 @@ def names_on_all_ranks(shard: Shard, num_experts: int | None) -> list[str]:
 
 
 def iter_hf_tensors(
-    args: Namespace,
+    form: HfForm,
     model: Sequence[torch.nn.Module],
     *,
-    model_name: str,
     dtype: torch.dtype | None,
     host_weights: HostWeights | None = None,
     across_stages: bool = True,
@@ -169,24 +165,22 @@ def iter_hf_tensors(
         WeightSyncError: two parameters were given the same HF name.
     """
     tensors = iter_full_tensors(model, dtype=dtype, host_weights=host_weights, across_stages=across_stages, only=only)
-    return in_hf_names(str(vars(args).get("hf_checkpoint") or ""), model_name, model_dims(args), tensors)
+    return in_hf_names(form, tensors)
 
 
-def in_hf_names(
-    hf_checkpoint: str, model_name: str, dims: ModelDims, tensors: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
+def in_hf_names(form: HfForm, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Convert whole tensors one by one, and join those of experts that travel together; refuse two of one name."""
     source: dict[str, str] = {}
 
     def converted() -> Iterator[tuple[str, Tensor]]:
         for name, full in tensors:
-            for hf_name, tensor in plain_tensors(hf_checkpoint, model_name, name, full, dims):
+            for hf_name, tensor in plain_tensors(form, name, full):
                 if hf_name in source:
                     raise WeightSyncError(
                         f"{name} and {source[hf_name]} both convert to {hf_name}; the converter of model "
-                        f"{model_name!r} in slime.backends.megatron_utils.megatron_to_hf is wrong"
+                        f"{form.model_name!r} in slime.backends.megatron_utils.megatron_to_hf is wrong"
                     )
                 source[hf_name] = name
                 yield hf_name, tensor
 
-    return join_rows(converted(), dims.num_experts)
+    return join_rows(converted(), form.dims.num_experts)

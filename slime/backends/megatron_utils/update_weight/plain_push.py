@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from slime.backends.megatron_utils import sglang
-from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.backends.megatron_utils.models import find_weight_map
 from slime.backends.megatron_utils.update_weight.engine_group import EngineGroup
 from slime.backends.megatron_utils.update_weight.transport import SentWeights, Transport
 from slime.utils.errors import WeightSyncError
@@ -163,7 +161,7 @@ def iter_buckets(weights: SentWeights) -> Iterator[NamedTensors]:
 
     Collective over all ranks, each of which gets all tensors.  A larger unit has its own bucket.
     """
-    weight_map, dims = find_weight_map(weights.model_name), model_dims(weights.args)
+    weight_map, dims = weights.form.weight_map, weights.form.dims
     bucket: NamedTensors = []
     size = 0
     whole = weights.whole_tensors(across_stages=True)

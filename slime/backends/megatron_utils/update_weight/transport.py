@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.backends.megatron_utils.megatron_to_hf import HfForm
 from slime.backends.megatron_utils.update_weight.gather import HostWeights, iter_hf_tensors
 from slime.utils.errors import WeightSyncError
 from slime.weights.push.engine import EngineProxy
@@ -25,14 +26,12 @@ from slime.weights.quantize import Quantizer
 class SentWeights:
     """The weights of a push, and the form in which engines take them."""
 
-    args: Namespace
-    """Complete flags."""
+    form: HfForm
+    """Decides names and shapes."""
     model: Sequence[torch.nn.Module]
     """This rank's chunks."""
     get_host_weights: Callable[[], HostWeights | None] = lambda: None
     """Gives host copies of the parameters to read instead of the live ones; None reads these."""
-    model_name: str
-    """Chooses the name converter."""
     dtype: torch.dtype
     """Of floating-point tensors that are not quantised."""
     quantizer: Quantizer | None = None
@@ -52,9 +51,8 @@ class SentWeights:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield HF name and value of the tensors before quantization; arguments as in ``gather.iter_full_tensors``."""
         return iter_hf_tensors(
-            self.args,
+            self.form,
             self.model,
-            model_name=self.model_name,
             dtype=self.dtype,
             host_weights=self.get_host_weights(),
             across_stages=across_stages,

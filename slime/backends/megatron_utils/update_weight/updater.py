@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from slime.backends.megatron_utils import memory
-from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer
+from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer, hf_form
 from slime.backends.megatron_utils.parameters import constant_parameters
 from slime.backends.megatron_utils.update_weight.cast_loss import CastLossEstimate
 from slime.backends.megatron_utils.update_weight.gather import HostWeights
@@ -125,10 +125,9 @@ class WeightUpdater:
         """Return the weights in the form that engines of this dtype take; collective."""
         args = self.args
         return SentWeights(
-            args=args,
+            form=hf_form(args, args.model_name or self._hf_config["model_type"]),
             model=self._model,
             get_host_weights=self._weights_getter,
-            model_name=args.model_name or self._hf_config["model_type"],
             dtype=dtype,
             quantizer=checkpoint_quantizer(args.hf_checkpoint, self._quantization, dtype=dtype),
             bucket_bytes=args.update_weight_buffer_size,

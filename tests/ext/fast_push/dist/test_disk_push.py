@@ -87,6 +87,7 @@ class Case:
         """What the trainer gathers now, independently of the push."""
         import torch
 
+        from slime.backends.megatron_utils.megatron_to_hf import hf_form
         from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
         from slime.ext.fast_push.gathered_buckets import named_views
 
@@ -99,9 +100,8 @@ class Case:
             )  # fmt: skip
             return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in views}
         tensors = iter_hf_tensors(
-            self.args,
+            hf_form(self.args, self.worker._hf_config["model_type"]),
             self.worker.model,
-            model_name=self.worker._hf_config["model_type"],
             dtype=self.args.params_dtype,
         )
         return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors}

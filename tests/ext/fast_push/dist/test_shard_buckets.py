@@ -20,6 +20,7 @@ from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.policies import ModelSwitch
 from slime.backends.megatron_utils.sleep import OffloadedState
+from slime.backends.megatron_utils.megatron_to_hf import hf_form
 from slime.backends.megatron_utils.update_weight.transport import SentWeights
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors
 from slime.ext.fast_push.kernels.tables import CastTable
@@ -88,10 +89,9 @@ def push_again_and_again(name: str, folder: str) -> dict[str, Any]:
 
     CastTable.__init__, CastTable.run = counting_init, counting_run  # type: ignore[method-assign]
     weights = SentWeights(
-        args=args,
+        form=hf_form(args, model_name),
         model=model,
         get_host_weights=lambda: host["weights"],
-        model_name=model_name,
         dtype=torch.float32,
         bucket_bytes=16 * 1024,
     )
@@ -99,7 +99,7 @@ def push_again_and_again(name: str, folder: str) -> dict[str, Any]:
     result: dict[str, Any] = {"problems": {}, "tables": {}, "launches": {}, "addresses": []}
 
     def push(label: str) -> None:
-        whole = iter_hf_tensors(args, model, model_name=model_name, dtype=torch.float32, host_weights=host["weights"])
+        whole = iter_hf_tensors(hf_form(args, model_name), model, dtype=torch.float32, host_weights=host["weights"])
         expected = {hf_name: tensor.clone() for hf_name, tensor in whole}
         tables.clear()
         launches.clear()
@@ -122,7 +122,7 @@ def push_again_and_again(name: str, folder: str) -> dict[str, Any]:
         offloaded.offload(switch.current_copies())
         push("asleep")
         push("asleep again")
-        whole = iter_hf_tensors(args, model, model_name=model_name, dtype=torch.float32, host_weights=host["weights"])
+        whole = iter_hf_tensors(hf_form(args, model_name), model, dtype=torch.float32, host_weights=host["weights"])
         result["problems"]["made asleep"] = differences(ShardBuckets(weights), dict(whole))
         offloaded.onload()
         host["weights"] = None

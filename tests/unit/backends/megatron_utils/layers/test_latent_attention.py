@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.hf_to_megatron import load_hf_weights
 from slime.backends.megatron_utils.layers.rotary import LatentRotary
+from slime.backends.megatron_utils.megatron_to_hf import hf_form
 from slime.backends.megatron_utils.model_provider import get_model_provider
 from slime.backends.megatron_utils.update_weight.plain_push import iter_buckets
 from slime.backends.megatron_utils.update_weight.transport import SentWeights
@@ -160,7 +161,7 @@ def test_what_sglang_fuses_travels_in_one_bucket(checkpoint: tuple[list[str], Pa
     num_layers = args.num_layers
     for bucket_bytes in (1, 4000, 20_000):
         weights = SentWeights(
-            args=args, model=[model], model_name="deepseek_v3", dtype=torch.float32, bucket_bytes=bucket_bytes
+            form=hf_form(args, "deepseek_v3"), model=[model], dtype=torch.float32, bucket_bytes=bucket_bytes
         )
         buckets = [[name for name, _ in bucket] for bucket in iter_buckets(weights)]
         together = [

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from slime.backends.megatron_utils.megatron_to_hf import HfForm
 from slime.backends.megatron_utils.update_weight import plain_push
 from slime.backends.megatron_utils.update_weight.plain_push import PlainPush
 from slime.utils.errors import EngineError, WeightSyncError
@@ -22,7 +23,7 @@ TENSORS = {"norm": torch.randn(7), "up": torch.randn(33, 5), "down": torch.randn
 class Weights:
     """All tensors, of which a bucket of 600 bytes has one."""
 
-    args, model_name, bucket_bytes = Namespace(), "qwen3", 600
+    form, bucket_bytes = HfForm("qwen3", Namespace(has_query_latent=False), ""), 600  # type: ignore[arg-type]
 
     def whole_tensors(self, *, across_stages: bool) -> Iterator[tuple[str, torch.Tensor]]:
         assert across_stages
@@ -70,7 +71,6 @@ class Engine(EngineProxy):
 
 @pytest.fixture(autouse=True)
 def stock_wire(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_push, "model_dims", lambda args: Namespace(has_query_latent=False))
     monkeypatch.setattr(plain_push.sglang, "prepare", lambda: None)
     monkeypatch.setattr(plain_push.sglang, "serialize_bucket", lambda bucket: (bucket, torch.empty(0)))
 
