@@ -294,8 +294,8 @@ DEEPSEEK_V4 = Seed(
         weight_std=0.04,
         prepare=(torch_dist("deepseek-v4-flash", V4_FOLDER, f"{V4_FOLDER}_torch_dist"),),
         environment={
-            **{**TRITON_FP8, "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1", "SGLANG_OPT_FP8_WO_A_GEMM": "0"},
-            # Without tilelang.
+            **{**TRITON_FP8, "SGLANG_OPT_USE_TILELANG_INDEXER": "1", "SGLANG_OPT_FP8_WO_A_GEMM": "0"},
+            # Without the kernels that DeepGEMM compiles.
             **{"SGLANG_OPT_USE_TILELANG_MHC_PRE": "0", "SGLANG_OPT_USE_TILELANG_MHC_POST": "0"},
             "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
         },
