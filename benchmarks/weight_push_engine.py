@@ -138,8 +138,9 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
             for plain, name in norms.items():
                 object.__setattr__(output, "name", output.name.replace(plain, name))
         names = [output.name for output in found] + [f"{o.name}_scale_inv" for o in found if o.is_quantized]
-    # The values are never read: the weights are random.
-    save_file({name: torch.zeros(1) for name in names}, folder / "model.safetensors")
+    # The values are never read: the weights are random.  Dtypes are: a push keeps in fp32 what its folder has in fp32.
+    of = {name: torch.float32 if name.endswith("_scale_inv") else getattr(torch, dtype) for name in names}
+    save_file({name: torch.zeros(1, dtype=of[name]) for name in names}, folder / "model.safetensors")
 
 
 def run_args(folder: str, options: argparse.Namespace, extra: list[str]) -> Namespace:
