@@ -29,7 +29,7 @@ FAMILIES = (
         model_types=("acme",),
         weight_map=WeightMap(family="Acme", top=TOP, layer=(*NORMS, SHIFT, *ATTENTION, *MLP)),
         spec="slime_plugins.models.acme.layers get_acme_spec",
-        dims=lambda args, config: {"own_parameters": args.hidden_size},
+        dims=lambda dims, config: {"own_parameters": dims.hidden_size},
         sizes={"mlp_width": "ffn_hidden_size"},
         engine_hides_experts=True,
         published={"Acme-8B": {"model_type": "acme"}},

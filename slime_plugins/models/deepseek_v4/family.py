@@ -6,7 +6,6 @@ first layers' experts (``tid2eid``) is a constant: trainer, engines and exports 
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import PLAIN, Config, Flag
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
+from slime.train_data.model_dims import ModelDims
 from slime_plugins.models.shared_weights import gate_up_rule
 
 SPARSE, HEAVY, WINDOW = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
@@ -163,11 +163,11 @@ def deepseek_v4_flags(config: Config) -> Iterator[Flag | str]:
         yield f"compressed entries turn by plain angles or YaRN's, of magnitude 1; compress has {entries}"
 
 
-def deepseek_v4_dims(args: Namespace, config: Mapping[str, Any] | None) -> dict[str, Any]:
+def deepseek_v4_dims(dims: ModelDims, config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return latent attention of the same cost, and by layer what is not in it; nothing where only flags are known."""
     if not config or not config.get("layer_types"):
         return {}
-    layers, hidden = V4Layers.of(config), args.hidden_size
+    layers, hidden = V4Layers.of(config), dims.hidden_size
     head, streams = layers.head_dim, layers.num_streams
     mixes = (2 + streams) * streams
     fields = []
@@ -186,7 +186,7 @@ def deepseek_v4_dims(args: Namespace, config: Mapping[str, Any] | None) -> dict[
         **{"attention": "latent", "q_lora": layers.query_rank, "kv_lora": 0, "rope_dim": layers.rope_dim},
         "qk_dim": head - layers.rope_dim,
         # Both matrices of the output, as one of this width.
-        "v_dim": layers.out_rank * head // hidden + layers.out_groups * layers.out_rank // args.num_attention_heads,
+        "v_dim": layers.out_rank * head // hidden + layers.out_groups * layers.out_rank // dims.num_attention_heads,
         "own_activations": 4 * streams * hidden,
         "layer_fields": tuple(fields),
     }

@@ -8,7 +8,6 @@ one tensor (``slime.weights.stacked_experts``).
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.flag_rules import Config, Flag, facts
 from slime.backends.megatron_utils.models.rule import Rule, WeightMap
+from slime.train_data.model_dims import ModelDims
 from slime_plugins.models.gemma3.family import FOUR_NORMS, LOCAL_ROTARY_BASE
 from slime_plugins.models.shared_flags import windows
 from slime_plugins.models.shared_weights import ATTENTION, COMPOSITE, MLP, gate_up_rule
@@ -165,7 +165,7 @@ def _expert_flags(config: Config) -> Iterator[Flag | str]:
             yield "use_double_wide_mlp is True; beside experts all MLPs are alike here"
 
 
-def gemma4_dims(args: Namespace, config: Mapping[str, Any] | None) -> dict[str, Any]:
+def gemma4_dims(dims: ModelDims, config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return heads and widths layer by layer; nothing where only the flags are known."""
     if not config or not config.get("layer_types"):
         return {}
@@ -176,18 +176,18 @@ def gemma4_dims(args: Namespace, config: Mapping[str, Any] | None) -> dict[str, 
         groups, width = layers.heads(layer)
         has_keys = layers.source(layer) == layer
         # A factor; without keys no norm of theirs; a column of the table, three projections and a norm.
-        own = 1 - width * (not has_keys) + per_layer * (args.vocab_size + 3 * args.hidden_size)
-        own += args.hidden_size * bool(per_layer)
+        own = 1 - width * (not has_keys) + per_layer * (dims.vocab_size + 3 * dims.hidden_size)
+        own += dims.hidden_size * bool(per_layer)
         # Three norms beside the layer's, a factor for each input of the router and for each expert.
-        own += (4 * args.hidden_size + (args.num_experts or 0)) * has_experts
+        own += (4 * dims.hidden_size + (dims.num_experts or 0)) * has_experts
         values = {
             **{"num_query_groups": groups, "head_dim": width, "own_parameters": own},
             "key_projections": has_keys + layers.has_values(layer),
-            "ffn_hidden_size": args.ffn_hidden_size * layers.mlp_factor(layer),
+            "ffn_hidden_size": dims.ffn_hidden_size * layers.mlp_factor(layer),
         }
         fields.append(tuple(values.items()))
     # With experts, the inputs of both norms behind them and of the router.
-    kept = 6 * per_layer + args.hidden_size * (2 * bool(per_layer) + 3 * has_experts)
+    kept = 6 * per_layer + dims.hidden_size * (2 * bool(per_layer) + 3 * has_experts)
     return {"layer_fields": tuple(fields), "own_activations": kept}
 
 

@@ -6,13 +6,13 @@ index sharing only the layers that choose keys have an indexer.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from slime.backends.megatron_utils.models.family import BLOCK_FP8, ModelFamily
 from slime.backends.megatron_utils.models.rule import Rule
+from slime.train_data.model_dims import ModelDims
 from slime_plugins.models.glm5.index_sharing import index_sharing
 from slime_plugins.models.shared_flags import SIGMOID
 from slime_plugins.models.shared_weights import LATENT_MOE, relaid_rule, turning_part_first, turning_part_last
@@ -44,15 +44,13 @@ INDEXER_SIZES = {
 SPARSE_SPEC = "slime_plugins.models.glm5.glm5 get_glm5_spec"
 
 
-def sparse_dims(args: Namespace, hf_config: Mapping[str, Any] | None) -> dict[str, Any]:
+def sparse_dims(dims: ModelDims, hf_config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the dimensions of sparse attention; without a config.json, which alone tells its layers, none."""
     if hf_config is None:
         return {}
     return {
         "attention": "sparse",
-        "computes_index": index_sharing(hf_config, args.num_layers).is_computing,
-        "index_heads": args.dsa_indexer_n_heads,
-        "index_topk": args.dsa_indexer_topk,
+        "computes_index": index_sharing(hf_config, dims.num_layers).is_computing,
     }
 
 

@@ -8,7 +8,6 @@ Shapes: G = groups, r = heads of a group, dk = width of the state, dv = width of
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,15 +39,14 @@ def without_pattern(config: Config) -> dict[str, Any]:
     return {**known, "layers_block_type": kinds} if kinds else known
 
 
-def kinds_of_run(args: Namespace, config: Config | None) -> list[str]:
+def kinds_of_run(config: Config | None, is_mamba: Sequence[object], is_moe: Sequence[object]) -> list[str]:
     """Return what each layer is: by config.json, or by the flags, to which an MLP looks like attention."""
     if kinds := layer_kinds(config or {}):
         return kinds
-    is_mamba, is_moe = args.linear_attention_freq, args.moe_layer_freq if args.num_experts else [0] * args.num_layers
-    if not isinstance(is_mamba, list) or not isinstance(is_moe, list):
+    if len(is_mamba) != len(is_moe):
         raise ConfigError(
-            f"--linear-attention-freq is {is_mamba} and --moe-layer-freq {is_moe}; for a nemotron_h both are lists of "
-            "0 and 1 for each layer; give them so, or --hf-checkpoint."
+            f"--linear-attention-freq describes {len(is_mamba)} layers and --moe-layer-freq {len(is_moe)}; for a "
+            "nemotron_h both are lists of 0 and 1 for each layer; give them so, or --hf-checkpoint."
         )
     return ["moe" if moe else "mamba" if mamba else "attention" for mamba, moe in zip(is_mamba, is_moe, strict=True)]
 
@@ -169,9 +167,9 @@ _EXPERTS = "num_local_experts"
 """Key under which its number of experts is read: every config.json has one, of a model without experts too."""
 
 
-def nemotron_h_dims(args: Namespace, config: Mapping[str, Any] | None) -> dict[str, Any]:
+def nemotron_h_dims(dims: ModelDims, config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return which half each layer has."""
-    attends = (kind in ("mamba", "attention") for kind in kinds_of_run(args, config))
+    attends = (kind in ("mamba", "attention") for kind in kinds_of_run(config, dims.is_linear, dims.is_moe))
     fields = tuple((("attends", half), ("has_mlp", not half)) for half in attends)
     return {"is_state_space": True, "layer_fields": fields}
 

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.layers.layer_specs import BlockSpec, RoutedExperts, get_block_spec
 from slime.utils.errors import ConfigError
-from slime_plugins.models.nemotron_h.family import kinds_of_run
+from slime_plugins.models.nemotron_h.family import kinds_of_run, layer_kinds
 from slime_plugins.models.nemotron_h.mamba2 import Mamba2
 from slime_plugins.models.qwen3_next.layers import check_linear_attention, with_delta_net
 
@@ -68,7 +68,15 @@ def check_stages(args: Namespace, config: TransformerConfig) -> None:
 
 
 def _kinds(args: Namespace, config: TransformerConfig) -> list[str]:
-    kinds = kinds_of_run(args, read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else None)
+    is_mamba, is_moe = args.linear_attention_freq, args.moe_layer_freq if args.num_experts else [0] * args.num_layers
+    hf_config = read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else None
+    is_listed = isinstance(is_mamba, list) and isinstance(is_moe, list)
+    if not is_listed and not layer_kinds(hf_config or {}):
+        raise ConfigError(
+            f"--linear-attention-freq is {is_mamba} and --moe-layer-freq {is_moe}; for a nemotron_h both are lists of "
+            "0 and 1 for each layer; give them so, or --hf-checkpoint."
+        )
+    kinds = kinds_of_run(hf_config, is_mamba, is_moe)
     if len(kinds) != config.num_layers:
         raise ConfigError(
             f"--num-layers is {config.num_layers}; config.json of --hf-checkpoint {args.hf_checkpoint} has "

@@ -56,14 +56,16 @@ def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
         qk_dim=get("qk_head_dim") or 0,
         rope_dim=get("qk_pos_emb_head_dim") or 64,
         v_dim=get("v_head_dim") or 0,
+        index_heads=get("dsa_indexer_n_heads") or 0,
         index_head_dim=get("dsa_indexer_head_dim") or 128,
+        index_topk=get("dsa_indexer_topk") or 0,
         **_linear_sizes(args),
         **_expert_sizes(args),
         num_mtp_layers=get("mtp_num_layers") or 0,
         trains_mtp=bool(get("enable_mtp_training")),
         tower=TowerDims(**sizes) if (sizes := get("tower_dims")) else None,
     )
-    return dims if family is None else replace(dims, **family.dims(args, hf_config))
+    return dims if family is None else replace(dims, **family.dims(dims, hf_config))
 
 
 def _expert_sizes(args: Namespace) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from slime.backends.megatron_utils.models.flag_rules import (
     shared_rules,
 )
 from slime.backends.megatron_utils.models.rule import WeightMap
+from slime.train_data.model_dims import ModelDims
 from slime.utils.files import language_config
 
 BLOCK_FP8: dict[str, Any] = {
@@ -56,8 +56,10 @@ class ModelFamily:
     """Module and function of its layers, as ``--spec`` takes them; empty where the model flags describe the layers."""
     is_spec_optional: bool = False
     """The model flags describe the layers, and ``spec`` is there for commands that name it."""
-    dims: Callable[[Namespace, Mapping[str, Any] | None], Mapping[str, Any]] = lambda args, config: {}
-    """Gives the fields of ``ModelDims`` that follow from ``spec``; called with args and, where known, config.json."""
+    dims: Callable[[ModelDims, Mapping[str, Any] | None], Mapping[str, Any]] = lambda dims, config: {}
+    """Gives the fields of ``ModelDims`` that follow from ``spec``; called with those that follow from the flags and,
+    where known, config.json.
+    """
     other_specs: tuple[str, ...] = ()
     """Other modules of ``--spec`` with these layers."""
     sparse_architecture: str = ""
