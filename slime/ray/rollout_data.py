@@ -135,7 +135,7 @@ def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatc
     named = {
         column: [named_entry(sample, *entry) for sample in samples] for column, entry in args.named_columns.items()
     }
-    with _plug_ins_named(args):
+    with _plug_ins_named(plug_ins_of_samples(args)):
         return samples_to_train_data(
             samples, raw_rewards, rewards, rollout_top_p=args.rollout_top_p, routed=routed, extra=named
         )
@@ -155,17 +155,17 @@ def split_for_ranks(args: Namespace, batch: TrainBatch, parallel: Mapping[str, i
         global_batch_size=args.global_batch_size,
         rollout_indices=batch.rollout_ids,
     )
-    with _plug_ins_named(args):
+    with _plug_ins_named(plug_ins_of_samples(args)):
         return split_by_rank(batch, schedule)
 
 
 @contextmanager
-def _plug_ins_named(args: Namespace) -> Iterator[None]:
+def _plug_ins_named(plug_ins: str) -> Iterator[None]:
     """Add the plug-ins that may have set it to an error about a sample."""
     try:
         yield
     except DataError as error:
-        if plug_ins := plug_ins_of_samples(args):
+        if plug_ins:
             raise DataError(f"{error}. A plug-in may have set it: {plug_ins}") from error
         raise
 
