@@ -6,13 +6,43 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
 
 from slime.backends.sglang_utils.child_process import ChildProcess, end_with_family, owner_pid, read_settings
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.ray.engines.actor import EngineActor
+from slime.ray.gpus import GpuSlice, _reserve
 from slime.utils.net import format_host_port
+from tests.flag_values import args_with
 from tests.scripted_engine.script import Fault, Request, Script
 from tests.scripted_engine.server import ScriptedEngine
+
+
+def engine_flags(**given: Any) -> Namespace:
+    """The flags of engines with two GPUs a node; deadlines are for a machine with a load of ten."""
+    base = {
+        "num_gpus_per_node": 2, "offload_rollout": False, "bf16": True, "fp16": False, "sglang_dtype": None,
+        "sglang_dp_size": 1, "engine_start_timeout_s": 300.0, "weight_update_timeout_s": 30.0,
+        "sglang_router_request_timeout_secs": 60, "router_policy": "round_robin", "router_log_level": "warn",
+    }  # fmt: skip
+    return args_with(**base | given)
+
+
+@contextmanager
+def logical_gpus(num_gpus: int) -> Iterator[GpuSlice]:
+    """A Ray of its own with so many GPUs that need not be there, all of them reserved."""
+    ray.init(
+        address="local", num_cpus=20, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
+    )  # fmt: skip
+    yield _reserve(num_gpus, 300)[0]
+    ray.shutdown()
 
 
 class GarblingScript(Script):

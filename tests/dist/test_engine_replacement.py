@@ -23,31 +23,16 @@ from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.lifecycle import EngineEvent, EngineState
 from slime.ray.engines.models import wait_until_serving
 from slime.ray.engines.monitor import HealthMonitor, StallMonitor
-from slime.ray.gpus import GpuSlice, _reserve
+from slime.ray.gpus import GpuSlice
 from slime.ray.waiting import WATCH_GROUP
 from slime.utils.errors import EngineDiedError, EngineError, PortTakenError
 from slime.utils.net import get_free_port
-from tests.dist.scripted_server import ScriptedEngineActor
+from tests.dist.scripted_server import ScriptedEngineActor, engine_flags, logical_gpus
+from tests.eventually import wait_until
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
 
-ARGS = Namespace(
-    num_gpus_per_node=2,
-    sglang_dtype=None,
-    bf16=True,
-    fp16=False,
-    fp32=False,
-    rollout_num_gpus_per_engine=1,
-    offload_rollout=False,
-    debug_rollout_only=False,
-    hf_checkpoint="/none",
-    sglang_dp_size=1,
-    engine_start_timeout_s=300.0,
-    weight_update_timeout_s=30.0,
-    sglang_router_request_timeout_secs=60,
-    router_policy="round_robin",
-    router_log_level="warn",
-)
+ARGS = engine_flags(hf_checkpoint="/none", debug_rollout_only=False)
 WAITS = {"interval_s": 1.0, "timeout_s": 3.0}
 FOUND_WITHIN_S = sum(WAITS.values())
 STALL_S = 4.0
@@ -57,12 +42,8 @@ SLACK_S = 120.0
 
 @pytest.fixture(scope="module")
 def gpus() -> GpuSlice:
-    ray.init(
-        address="local", num_cpus=12, num_gpus=4, include_dashboard=False, log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
-    )  # fmt: skip
-    yield _reserve(4, 300)[0]
-    ray.shutdown()
+    with logical_gpus(4) as reserved:
+        yield reserved
 
 
 @pytest.fixture(scope="module")
@@ -122,13 +103,6 @@ def facts(group: EngineGroup) -> list[dict]:
     return ray.get([actor.facts.remote() for actor in group.all_engines], timeout=120)
 
 
-def wait_until(condition, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def listed(router: RouterHandle) -> set[str]:
     return {worker["url"] for worker in ServerControl(router.url).get("/workers")["workers"]}
 
@@ -154,8 +128,8 @@ def test_a_faulty_engine_is_evicted_and_restarted_on_the_same_gpu_without_touchi
     before, old_url, other_url = facts(watched), watched.urls[0], watched.urls[1]
     assert listed(router) >= {old_url, other_url}
     fault(watched)
-    wait_until(lambda: watched.states[0] is not EngineState.SERVING, FOUND_WITHIN_S + SLACK_S)
-    wait_until(lambda: watched.states[0] is EngineState.UPDATING, 300)
+    wait_until(lambda: watched.states[0] is not EngineState.SERVING, "the fault is found", timeout_s=FOUND_WITHIN_S + SLACK_S)
+    wait_until(lambda: watched.states[0] is EngineState.UPDATING, "another engine is up", timeout_s=300)
     assert old_url not in listed(router) and other_url in listed(router)
     assert watched.urls[0] not in listed(router)  # it has no weights yet
     after = facts(watched)
@@ -183,7 +157,7 @@ def test_without_fault_tolerance_an_engine_that_hangs_is_named_and_nothing_is_re
     assert group.given_up is None
     before = facts(group)
     hang(group)
-    wait_until(lambda: group.given_up is not None, STALL_S + FOUND_WITHIN_S + SLACK_S)
+    wait_until(lambda: group.given_up is not None, "the group is given up", timeout_s=STALL_S + FOUND_WITHIN_S + SLACK_S)
     assert group.given_up.startswith(group.name_of(0))
     assert "no sign of life" in group.given_up and "--rollout-stall-timeout-s 4" in group.given_up
     monitor.stop()
@@ -197,8 +171,8 @@ def test_an_engine_whose_port_was_taken_starts_at_others(make_group, monkeypatch
     with socket.create_server(("127.0.0.1", 0)) as other:
         allocated = []
 
-        def first_are_taken(args, engines, **rest):
-            addresses = allocate(args, engines, **rest)
+        def first_are_taken(engines, **rest):
+            addresses = allocate(engines, **rest)
             if len(allocated) < taken_times:
                 addresses[0] = replace(addresses[0], host="127.0.0.1", port=other.getsockname()[1])
             allocated.append(len(engines))
@@ -242,7 +216,7 @@ def test_an_engine_over_two_nodes_has_an_actor_on_each_and_one_rendezvous(make_g
     assert first["port"] != second["port"]
     # The second node's process serves no HTTP for us, but without it the engine is dead.
     os.kill(second["pid"], signal.SIGKILL)
-    wait_until(lambda: group.find_exited(5.0), SLACK_S)
+    wait_until(lambda: group.find_exited(5.0), "the exit is found", timeout_s=SLACK_S)
     assert list(group.find_exited(5.0)) == [0]
     group.report(0, EngineEvent.DIED, "a node")
     group.wait_settled(300)

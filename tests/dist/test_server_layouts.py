@@ -15,11 +15,11 @@ from slime.backends.sglang_utils.server_control import ServerControl
 from slime.ray.engines import actor as engine_actor
 from slime.ray.engines.fleet import EngineFleet
 from slime.ray.engines.models import start_rollout_servers
-from slime.ray.gpus import GpuSlice, _reserve
+from slime.ray.gpus import GpuSlice
 from slime.ray.waiting import WATCH_GROUP
 from slime.utils.errors import EngineDiedError
 from slime.utils.http_utils import get_rollout_num_engines
-from tests.dist.scripted_server import ScriptedEngineActor
+from tests.dist.scripted_server import ScriptedEngineActor, engine_flags, logical_gpus
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(1800)]
 
@@ -28,57 +28,20 @@ NUM_GPUS = 8
 
 @pytest.fixture(scope="module")
 def gpus() -> GpuSlice:
-    ray.init(
-        num_cpus=20, num_gpus=NUM_GPUS, include_dashboard=False, log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
-    )  # fmt: skip
-    yield _reserve(NUM_GPUS, 300)[0]
-    ray.shutdown()
+    with logical_gpus(NUM_GPUS) as reserved:
+        yield reserved
 
 
 def arguments(**given) -> Namespace:
-    base = dict(
-        actor_num_nodes=1,
-        actor_num_gpus_per_node=1,
-        num_gpus_per_node=2,
-        rollout_num_gpus=NUM_GPUS,
-        rollout_num_gpus_per_engine=1,
-        rollout_external=False,
-        rollout_top_p=1.0,
-        eval_in_background=False,
-        sglang_dtype=None,
-        bf16=True,
-        fp16=False,
-        fp32=False,
-        rollout_external_engine_addrs=None,
-        prefill_num_servers=None,
-        sglang_config=None,
-        sglang_router_ip=None,
-        sglang_router_port=None,
-        sglang_model_routers=None,
-        critic_args=None,
-        sglang_dp_size=1,
-        sglang_pp_size=1,
-        sglang_enable_deterministic_inference=False,
-        use_rollout_routing_replay=False,
-        use_fault_tolerance=False,
-        rollout_stall_timeout_s=0.0,
-        offload_rollout=False,
-        colocate=False,
-        debug_train_only=False,
-        debug_rollout_only=False,
-        hf_checkpoint="/policy",
-        engine_start_timeout_s=300.0,
-        rollout_health_check_interval=1.0,
-        rollout_health_check_timeout=2.0,
-        weight_update_timeout_s=30.0,
-        weight_loaders=(),
-        shutdown_timeout_s=15.0,
-        sglang_router_request_timeout_secs=60,
-        router_policy="round_robin",
-        router_log_level="warn",
-    )
-    return Namespace(**base | given)
+    base = {
+        "actor_num_gpus_per_node": 1, "rollout_num_gpus": NUM_GPUS, "rollout_external": False,
+        "prefill_num_servers": None, "sglang_config": None, "sglang_router_ip": None, "sglang_router_port": None,
+        "sglang_model_routers": None, "critic_args": None, "sglang_pp_size": 1,
+        "sglang_enable_deterministic_inference": False, "rollout_stall_timeout_s": 0.0, "debug_train_only": False,
+        "hf_checkpoint": "/policy", "rollout_health_check_interval": 1.0, "rollout_health_check_timeout": 2.0,
+        "weight_loaders": (), "shutdown_timeout_s": 15.0,
+    }  # fmt: skip
+    return engine_flags(**base | given)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,7 @@ import pytest
 from slime.utils.net import get_current_node_ip, get_free_port
 from tests.contracts.source_tree import REPO
 from tests.e2e.job import grpo_flags
+from tests.eventually import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.whole, pytest.mark.timeout(1200)]
 
@@ -33,10 +33,11 @@ def cluster(
         {then}
     """
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=900, check=False)
-    deadline = time.monotonic() + 120
-    while any(f"={port}" in " ".join(words) for words in command_lines()):
-        assert time.monotonic() < deadline, "processes of the cluster are left"
-        time.sleep(0.5)
+    wait_until(
+        lambda: not any(f"={port}" in " ".join(words) for words in command_lines()),
+        "the end of the cluster's processes",
+        timeout_s=120,
+    )
     return done
 
 

@@ -22,6 +22,7 @@ from slime.agent.sandbox.runner import IsolatedRunner, Limits
 from slime.isolation import view
 from slime.utils.errors import ConfigError
 from tests.contracts.source_tree import REPO
+from tests.eventually import until, wait_until
 from tests.ext.agent.escapes import ESCAPES, KERNEL_ESCAPES, STRICT_ESCAPES, program
 
 LATE = ("a child of a child", "a session of its own")
@@ -152,10 +153,7 @@ def test_nothing_outlives_the_runner():
     async def play():
         async with IsolatedRunner(SMALL) as isolated:
             await bash(isolated, f"setsid nohup sleep {word} > /dev/null 2>&1 & (sleep {word} & disown) ; sleep 0.1")
-            deadline = time.monotonic() + 60
-            while len(processes_with(f"sleep {word}")) < 2 and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
-            assert len(processes_with(f"sleep {word}")) == 2
+            await until(lambda: len(processes_with(f"sleep {word}")) == 2, "two sleepers")
             with pytest.raises(TimeoutError):
                 await bash(isolated, f"setsid sleep 9{word} & (setsid sleep 9{word} &) ; sleep 60", timeout_s=0.5)
             assert processes_with(f"sleep 9{word}") == []
@@ -182,10 +180,7 @@ asyncio.run(play())
     owner.kill()
     owner.wait(60)
     owner.stdout.close()
-    deadline = time.monotonic() + 60
-    while processes_with(word) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_with(word) == []
+    wait_until(lambda: not processes_with(word), "the end of what it started")
 
 
 @pytest.mark.parametrize(
@@ -295,10 +290,7 @@ def test_without_isolation_processes_still_end(tmp_path):
     async def play():
         async with LocalSandbox(is_unsafe=True) as box:
             assert (await box.exec(f"setsid nohup sleep {word} > /dev/null 2>&1 & pwd")).out.strip() == str(box.folder)
-            deadline = time.monotonic() + 20
-            while not processes_with(f"sleep {word}") and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)  # the shell's child has yet to become it
-            assert processes_with(f"sleep {word}")
+            await until(lambda: processes_with(f"sleep {word}"), "the shell's child becomes it")
             return box.folder
 
     folder = asyncio.run(play())

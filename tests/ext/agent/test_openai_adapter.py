@@ -12,6 +12,7 @@ import pytest
 from slime.agent.adapters import OpenAIAdapter, common, engine
 from slime.utils.aiohttp_threaded import run_app_in_thread
 from slime.utils.types import Sample
+from tests.eventually import wait_until
 from tests.scripted_engine.script import Fault
 from tests.unit.talking_engine import EOS, TalkingEngine
 
@@ -223,8 +224,7 @@ def test_an_aborted_turn_goes_on_and_says_which_weights_drew_what(setup, monkeyp
     world = setup(lambda prompt: "a long answer", script={"hold_after": 5, "holds": 1})
 
     def update():
-        while not world.engine.in_flight:
-            time.sleep(0.01)
+        wait_until(lambda: world.engine.in_flight, "a request in flight")
         world.engine.loop.call_soon_threadsafe(world.engine._abort, {"abort_all": True})
 
     def new_weights(request):
@@ -255,8 +255,7 @@ def test_a_turn_in_flight_is_cancelled_when_its_session_ends(setup):
 
     thread = threading.Thread(target=request)
     thread.start()
-    while not world.engine.calls["/generate"]:
-        time.sleep(0.01)
+    wait_until(lambda: world.engine.calls["/generate"], "a request")
     assert world.finish(wait_timeout=0.1) == []
     thread.join(10)
     assert statuses == [503]

@@ -25,6 +25,7 @@ from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.errors import ConfigError
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
+from tests.eventually import until
 from tests.unit.talking_engine import make_tokenizer
 
 PARAMS = {"temperature": 1.0, "max_new_tokens": 200}
@@ -118,8 +119,7 @@ def test_an_observation_without_room_behind_it_is_left_out(talk, ask):
 
 async def aborted_in_its_second_turn(engine, call):
     task = asyncio.create_task(call)
-    while engine.calls["/generate"] < 2 or not engine.in_flight:
-        await asyncio.sleep(0.01)
+    await until(lambda: engine.calls["/generate"] >= 2 and engine.in_flight, "the second request")
     await post(f"{engine.url}/abort_request", {"abort_all": True})
     return await task
 

@@ -38,6 +38,7 @@ from slime.utils.errors import WeightSyncError
 from slime.utils.processing_utils import full_pixels, load_processor
 from slime.utils.types import Sample
 from tests.contracts.source_tree import REPO
+from tests.eventually import wait_until
 from tests.loaded_model.buckets import digests, fill, whole_buckets
 from tests.unit.backends.sglang_utils.hostile_requests import ODD_STATUS, RAW, REQUESTS
 
@@ -363,10 +364,7 @@ def test_an_abort_returns_what_was_generated_so_far(running: Running, verb: str)
         getattr(running.engine, verb)()
         answer = response.result(timeout=300)
     running.engine.continue_generation()
-    deadline = time.monotonic() + 120
-    while num_requests_in_flight(server) > 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: num_requests_in_flight(server) == 0, "the end of all requests", timeout_s=120)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 480
 
@@ -392,8 +390,7 @@ def test_a_sample_with_pictures_goes_on_where_it_was_aborted(running: Running) -
     sample = running.sample(RED, BLUE)
     with ThreadPoolExecutor(1) as pool:
         response = pool.submit(running.go_on, sample, 400)
-        while num_requests_in_flight(server) == 0:
-            time.sleep(0.05)
+        wait_until(lambda: num_requests_in_flight(server) > 0, "a request in flight")
         time.sleep(0.2)
         running.engine.abort_all()
         response.result(timeout=300)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from slime.ext.ledger.frames import segment_path
 from slime.ext.ledger.ledger import position_path
 from slime.rollout.data_source import state_path
 from slime.utils.errors import DataError
+from tests.eventually import wait_until
 from tests.ext.ledger.test_ledger import Process
 from tests.ext.ledger.test_segments import numbers, open_writer
 from tests.unit.rollout.test_disk_full import full_disk
@@ -54,10 +54,7 @@ def test_the_ledger_waits_for_room_and_loses_nothing(tmp_path, monkeypatch, capl
 
 
 def wait_for_log(caplog: pytest.LogCaptureFixture, text: str) -> None:
-    give_up_s = time.monotonic() + 30
-    while text not in caplog.text:
-        assert time.monotonic() < give_up_s, f"nothing was logged with {text!r}"
-        time.sleep(0.01)
+    wait_until(lambda: text in caplog.text, f"a line of the log with {text!r}")
 
 
 def test_a_segment_that_cannot_be_begun_is_tried_again_and_the_old_one_stays(tmp_path, monkeypatch, caplog):

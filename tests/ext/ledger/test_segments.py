@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from slime.ext.ledger.frames import (
 )
 from slime.ext.ledger.segments import JournalWriter, retire
 from slime.utils.errors import DataError
+from tests.eventually import wait_until
 
 
 def frame(number: int) -> bytes:
@@ -51,10 +51,7 @@ def test_records_come_back_in_order_over_many_segments(tmp_path):
 def test_the_thread_writes_within_the_flush_interval(tmp_path):
     writer = open_writer(tmp_path)
     writer.put(1)
-    deadline = time.monotonic() + 10
-    while numbers(tmp_path) != [1] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert numbers(tmp_path) == [1]
+    wait_until(lambda: numbers(tmp_path) == [1], "the record in the file", timeout_s=10)
     writer.close()
 
 

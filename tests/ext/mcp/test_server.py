@@ -9,10 +9,10 @@ import re
 import shlex
 import sys
 import threading
-import time
 from argparse import Namespace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slime.ext.environments.multi_turn import generate
@@ -21,6 +21,7 @@ from slime.ext.mcp.flags import check_servers, derive_servers
 from slime.rollout.tools import toolbox
 from slime.utils.errors import ConfigError
 from slime.utils.types import Sample
+from tests.eventually import wait_until
 
 WAREHOUSE = Path(__file__).with_name("warehouse.py")
 COMMAND = f"mcp:env PYTHONPATH={shlex.quote(os.pathsep.join(sys.path))} {sys.executable} {WAREHOUSE}"
@@ -44,17 +45,6 @@ def called(tools, *calls, timeout_s=20.0):
         return await asyncio.gather(*(tools.call(name, given, timeout_s=timeout_s) for name, given in calls))
 
     return asyncio.run(all_at_once())
-
-
-def is_gone(process: int, within_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_a_policy_is_offered_the_tools_and_reads_their_answers(talk, ask):
@@ -88,9 +78,7 @@ def test_a_call_that_is_late_is_given_up_in_the_server_and_the_session_lives():
     [process] = called(tools, ("number", {}))
     [late] = called(tools, ("doze", {"name": "Ann"}), timeout_s=0.3)
     assert late == "Error: TimeoutError: no answer within 0.3 s (--turn-timeout-s)"
-    deadline = time.monotonic() + 10
-    while called(tools, ("who_gave_up", {})) != ["Ann"] and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: called(tools, ("who_gave_up", {})) == ["Ann"], "the server gives the call up", timeout_s=10)
     assert called(tools, ("who_gave_up", {}), ("number", {})) == ["Ann", process]
 
 
@@ -102,7 +90,8 @@ def test_a_server_that_dies_costs_the_calls_that_were_under_way_and_is_started_a
     [after] = called(tools, ("number", {}))
     assert after != before and int(after) > 0
     mcp_server.stop_servers()
-    assert is_gone(int(before)) and is_gone(int(after))
+    for process in (before, after):
+        wait_until(lambda process=process: not psutil.pid_exists(int(process)), f"the end of process {process}")
 
 
 def test_a_server_behind_http():
@@ -113,9 +102,7 @@ def test_a_server_behind_http():
     web = uvicorn.Server(uvicorn.Config(server.streamable_http_app(), port=0, log_level="warning"))
     thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 20
-    while not web.started and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: web.started, "the start of the server")
     port = web.servers[0].sockets[0].getsockname()[1]
     word = f"mcp:http://127.0.0.1:{port}/mcp"
     tools = tools_of(word)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from tinker import types
 from slime.ext.training_api import queues, routes
 from slime.ext.training_api.backend import BackendDied, BackendError, PassRequest, PassResult
 from slime.ext.training_api.checkpoints import TRAINING
+from tests.eventually import wait_until
 from tests.ext.training_api.reference_backend import ReferenceBackend
 from tests.ext.training_api.serving import KEY, serve
 from tests.ext.training_api.test_client import ADAM, TEXT, steps, text_datum, trained
@@ -35,13 +35,6 @@ class Failing(ReferenceBackend):
 
 def datum(token: int) -> types.Datum:
     return text_datum([token, *TEXT])
-
-
-def wait_until(is_so: object, limit_s: float = 20.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not is_so():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_an_error_fails_exactly_the_requests_concerned(tiny_model: Path, tmp_path: Path) -> None:

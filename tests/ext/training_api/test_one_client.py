@@ -31,6 +31,7 @@ from slime.ext.training_api.futures import Answer, Promise, Promises
 from slime.ext.training_api.service import TrainingService
 from slime.ext.training_api.settings import ServiceSettings
 from slime.ext.training_api.wire import TextLimits
+from tests.eventually import until
 
 ME = "me"
 LIMIT_S = 20.0
@@ -183,12 +184,6 @@ async def serve(folder: Path, **settings: Any) -> AsyncIterator[tuple[TrainingSe
 async def error_of(promise: Promise) -> str:
     assert await promise.wait(LIMIT_S), f"{promise.request_id} has no answer"
     return str(promise.error)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not is_so():
-            await asyncio.sleep(0.01)
 
 
 async def fail() -> None:

@@ -26,6 +26,7 @@ from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, DeadlineError, HookError
 from slime.utils.http_utils import close_http_client, init_http_client
 from slime.utils.types import Sample
+from tests.eventually import wait_until
 from tests.scripted_engine.script import Request, Script
 from tests.scripted_engine.server import ScriptedEngine
 from tests.unit.rollout.fake_cluster import FakeTokenizer, make_args, write_prompts
@@ -178,8 +179,7 @@ def test_a_push_keeps_the_tokens_drawn_so_far_and_the_group_goes_on_with_the_new
     script = Script(length=40, hold_after=5, holds=4)
     job = start_job(script=script, max_staleness=2, sglang_server_concurrency=4)
     first = ThreadPoolExecutor(1).submit(job.generate, 0)
-    while len(job.engine.payloads) < 4:
-        time.sleep(0.01)
+    wait_until(lambda: len(job.engine.payloads) >= 4, "four requests")
     job.push()
     output = first.result(TEST_TIMEOUT_S)
     samples = [sample for group in output.samples for sample in group]
@@ -297,8 +297,7 @@ def test_an_execution_may_fan_out_and_begins_again_after_a_push(start_job):
         custom_rm_path=f"{__name__}.any_reward",
     )
     first = ThreadPoolExecutor(1).submit(job.generate, 0)
-    while len(job.engine.payloads) < 4:
-        time.sleep(0.01)
+    wait_until(lambda: len(job.engine.payloads) >= 4, "four requests")
     job.push()
     output = first.result(TEST_TIMEOUT_S)
     for group in output.samples:

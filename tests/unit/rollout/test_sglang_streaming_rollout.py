@@ -18,6 +18,7 @@ from slime.utils.async_utils import run
 from slime.utils.errors import EngineError
 from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
+from tests.eventually import until
 from tests.scripted_engine.script import Fault, Script
 from tests.scripted_engine.server import ScriptedEngine
 from tests.unit.rollout.fake_cluster import FakeTokenizer, make_args
@@ -47,12 +48,6 @@ def serve(monkeypatch) -> Iterator[Any]:
     run(close_http_client())
     for engine in engines:
         engine.stop()
-
-
-async def until(is_true: Any) -> None:
-    async with asyncio.timeout(60):
-        while not is_true():
-            await asyncio.sleep(0.01)
 
 
 def fields(sample: Sample) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import time
 import pytest
 import requests
 
+from tests.eventually import wait_until
 from tests.scripted_engine.script import FIRST_RESPONSE_TOKEN, Fault, Script
 from tests.scripted_engine.server import ScriptedEngine
 
@@ -34,8 +35,7 @@ def test_an_abort_returns_what_was_drawn_and_a_pause_holds_new_requests():
 
     with ScriptedEngine(Script(length=9, hold_after=3, holds=1)) as engine, ThreadPoolExecutor(2) as pool:
         held = pool.submit(ask, engine.url, [5])
-        while engine.in_flight < 1:
-            time.sleep(0.01)
+        wait_until(lambda: engine.in_flight, "a request in flight")
         requests.post(f"{engine.url}/pause_generation", json={}, timeout=10)
         answer = held.result(10)
         assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"

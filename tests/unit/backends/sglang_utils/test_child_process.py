@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ import pytest
 from slime.backends.sglang_utils import child_process
 from slime.backends.sglang_utils.child_process import ChildProcess, kill_tree
 from slime.utils.errors import ConfigError, DeadlineError
+from tests.eventually import wait_until
 
 DAY_S = 86400.0
 SLEEPER = "import time; time.sleep(600)"
@@ -42,11 +44,7 @@ def logs_in_tmp(monkeypatch, tmp_path):
 
 
 def wait_for_end(child: ChildProcess) -> str:
-    deadline = time.monotonic() + 60
-    while (end := child.describe_end()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return end
+    return wait_until(child.describe_end, "the end of the child") or ""
 
 
 def test_the_end_of_a_child_is_told_with_its_log(tmp_path):
@@ -78,11 +76,9 @@ def test_settings_arrive_and_variables_can_be_taken_away(monkeypatch, tmp_path):
 
 
 def wait_for_descendants(pid: int, count: int) -> list[psutil.Process]:
-    deadline = time.monotonic() + 60
-    while len(found := psutil.Process(pid).children(recursive=True)) < count:
-        assert time.monotonic() < deadline, f"{found} are not {count} processes yet"
-        time.sleep(0.05)
-    return found
+    children = partial(psutil.Process(pid).children, recursive=True)
+    wait_until(lambda: len(children()) >= count, f"{count} processes")
+    return children()
 
 
 def test_killing_a_tree_leaves_none_of_it():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -12,6 +11,7 @@ from slime.ray.engines import monitor as monitor_module
 from slime.ray.engines.lifecycle import EngineEvent, EngineState
 from slime.ray.engines.monitor import StallMonitor
 from slime.utils.errors import EngineError
+from tests.eventually import wait_until
 
 
 class Engine:
@@ -69,13 +69,6 @@ def start(monkeypatch) -> Iterator[StartMonitor]:
     yield start
     for monitor in monitors:
         monitor.stop()
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    give_up_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.005)
 
 
 def test_an_engine_that_says_nothing_for_the_whole_time_is_named(start):

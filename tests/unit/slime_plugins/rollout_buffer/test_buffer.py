@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 from slime_plugins.rollout_buffer import buffer as buffer_module
 from slime_plugins.rollout_buffer.buffer import RolloutBuffer, create_app
 from slime_plugins.rollout_buffer.registry import load_generators
+from tests.eventually import wait_until
 
 JSON = {"Content-Type": "application/json"}
 
@@ -139,10 +140,7 @@ def run_rollout(data):
     with TestClient(create_app([tmp_path], 1, tmp_path / "secret", [tmp_path])) as client:
         client.headers["Authorization"] = f"Bearer {(tmp_path / 'secret').read_text().strip()}"
         assert client.post("/start_rollout", json=data | {"remote_buffer_url": "http://10.0.0.2:4"}).is_success
-        deadline = time.monotonic() + 60
-        while not (out.exists() and out.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: out.exists() and out.read_text(), "the generator's file")
     assert out.read_text() == "[1, 1, 0]"
 
 
@@ -191,9 +189,7 @@ def test_a_generator_that_ignores_its_end_is_killed(tmp_path, monkeypatch):
     generator = load_generators([tmp_path])["stubborn"]
     process, started = buffer_module.GeneratorProcess(), tmp_path / "started"
     process.start(generator, {"started": str(started)})
-    deadline = time.monotonic() + 60
-    while not started.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert started.exists() and process.exit_code() == "running"
+    wait_until(started.exists, "the start of the generator")
+    assert process.exit_code() == "running"
     process.stop()
     assert process.exit_code() == -signal.SIGKILL
