@@ -173,6 +173,8 @@ class ScriptedEngine(ThreadedServer):
             "/destroy_weights_update_group": lambda body: {"success": True, "message": ""},
             "/release_memory_occupation": lambda body: {},
             "/resume_memory_occupation": lambda body: {},
+            "/start_profile": lambda body: "Start profiling.",
+            "/stop_profile": lambda body: "Stop profiling.",
             "/script": self._rewrite,
         }
         gets: dict[str, Callable[[], Any]] = {

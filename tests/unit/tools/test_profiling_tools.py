@@ -7,13 +7,13 @@ import json
 import queue
 import threading
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from slime.observability.dumps import save_rollout_dump
 from slime.observability.trace_utils import trace_span
 from slime.utils.types import Sample
+from tests.scripted_engine.server import ScriptedEngine
 from tools import analyze_profile, profile_rollout, trace_timeline_viewer
 
 
@@ -49,45 +49,14 @@ def test_the_viewer_serves_the_page_on_localhost_and_nothing_beside_it(dump, mon
             assert answer.read() == page.read_bytes()
 
 
-class _Worker(BaseHTTPRequestHandler):
-    calls: list[tuple[str, dict]] = []
-
-    def do_GET(self):
-        self._reply({"workers": [{"url": f"http://127.0.0.1:{self.server.server_port}"}]})
-
-    def do_POST(self):
-        length = int(self.headers.get("Content-Length") or 0)
-        raw = self.rfile.read(length)
-        self.calls.append((self.path, {} if raw in (b"", b"null") else json.loads(raw)))
-        self._reply("Start profiling." if "start" in self.path else "Stop profiling.")
-
-    def _reply(self, value):
-        body = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def router():
-    _Worker.calls.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Worker)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-def test_every_worker_is_told_to_profile(router, capsys):
-    profile_rollout.main(["--router-url", router, "--action", "start", "--output-dir", "/tmp/x", "--with-stack"])
-    profile_rollout.main(["--router-url", router, "--action", "stop"])
-    (start, body), (stop, nothing) = _Worker.calls
-    assert (start, stop, nothing) == ("/start_profile", "/stop_profile", {})
+def test_every_worker_is_told_to_profile(capsys):
+    with ScriptedEngine() as engine:
+        profile_rollout.main(
+            ["--router-url", engine.url, "--action", "start", "--output-dir", "/tmp/x", "--with-stack"]
+        )
+        profile_rollout.main(["--router-url", engine.url, "--action", "stop"])
+    (start, body), (stop, nothing) = engine.control
+    assert (start, stop) == ("/start_profile", "/stop_profile") and not nothing
     assert body == {
         "output_dir": "/tmp/x",
         "num_steps": 3,

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from slime.utils import http_utils
 from slime.utils.errors import EngineError
+from tests.http_server import served
 
 
 @pytest.fixture(autouse=True)
@@ -43,18 +44,8 @@ def talk(answers, conversation):
 
     async def main():
         server = Server(answers)
-        app = web.Application()
-        app.router.add_route("*", "/x", server.handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        try:
+        async with served(server.handle) as port:
             return await conversation(f"http://127.0.0.1:{port}/x"), server
-        finally:
-            await http_utils.close_http_client()
-            await runner.cleanup()
 
     return asyncio.run(main())
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from slime.rollout import rm_hub
 from slime.rollout.rm_hub import async_rm, batched_async_rm, remote
 from slime.utils.errors import GraderError
-from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
+from tests.http_server import served
 
 NAMES = Namespace(custom_rm_path=None, rm_type=None, rm_url=None, unsafe_local_sandbox=False)
 
@@ -136,23 +136,11 @@ def serve(
         answers.insert(len(asked) - 1, web.Response())
 
     async def main() -> Any:
-        app = web.Application()
-        app.add_routes([web.post("/", handle)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-        real_sleep = asyncio.sleep
-        monkeypatch.setattr(remote.asyncio, "sleep", no_wait)
-        try:
-            return await rm_hub.remote_rm(
-                args(rm_url=f"http://127.0.0.1:{port}/"), Sample(prompt="p", response="r", label="l"), **flags
-            )
-        finally:
-            monkeypatch.setattr(remote.asyncio, "sleep", real_sleep)
-            await close_http_client()
-            await runner.cleanup()
+        sample = Sample(prompt="p", response="r", label="l")
+        async with served(handle) as port:
+            with monkeypatch.context() as quick:
+                quick.setattr(remote.asyncio, "sleep", no_wait)
+                return await rm_hub.remote_rm(args(rm_url=f"http://127.0.0.1:{port}/"), sample, **flags)
 
     return asyncio.run(main()), asked
 

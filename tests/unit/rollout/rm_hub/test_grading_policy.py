@@ -7,9 +7,8 @@ import logging
 import threading
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, GraderError, HookError
 from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
+from tests.http_server import served
 
 RIGHT = "\\boxed{7}"
 
@@ -184,22 +184,6 @@ def test_a_built_in_grader_that_fails_or_hangs_gives_zero(monkeypatch):
         assert sample.metadata["reward_error"]
 
 
-@asynccontextmanager
-async def served(handle: Callable[[web.Request], Any], route: str = "/") -> AsyncIterator[int]:
-    """A server in this process; gives its port."""
-    app = web.Application()
-    app.add_routes([web.post(route, handle)])
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-    finally:
-        await close_http_client()
-        await runner.cleanup()
-
-
 def ask(handle: Callable[[web.Request], Any], monkeypatch: pytest.MonkeyPatch, **flags: Any) -> tuple[Any, Sample]:
     """Grade one sample by a server in this process."""
     sample = Sample(index=0, prompt="p", response="r", label="l")
@@ -251,7 +235,7 @@ def test_credentials_of_the_reward_server_are_not_written_down(monkeypatch, capl
 
     async def main() -> Any:
         nonlocal url
-        async with served(answer, "/{path}") as port:
+        async with served(answer) as port:
             url = f"http://user:hidden@127.0.0.1:{9 if path == 'down' else port}/{path}"
             return await async_rm(args(rm_type="remote_rm", rm_url=url, rm_timeout_s=60.0), sample)
 
