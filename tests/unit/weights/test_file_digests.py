@@ -37,15 +37,21 @@ def read_all(folder: Path, *, verify: bool = True) -> dict[str, torch.Tensor]:
         return {name: tensors.get_stored(name) for name in tensors.stored_names()}
 
 
-def test_every_byte_of_the_weights_has_a_digest(folder):
+def check_digests(folder: Path) -> int:
+    """Every byte of every file has one digest, of what is there; gives the number of files."""
     files = FolderDigests.read(folder).files
-    assert set(files) == {path.name for path in folder.iterdir()} - {DIGEST_FILE} and len(files) > 2
+    assert set(files) == {path.name for path in folder.iterdir()} - {DIGEST_FILE}
     for name, pieces in files.items():
         data, position = (folder / name).read_bytes(), 0
         for begin, size, digest in pieces:
-            assert begin == position and digest_of(data[begin : begin + size]) == digest
+            assert begin == position and size > 0 and digest_of(data[begin : begin + size]) == digest
             position += size
         assert position == len(data)
+    return len(files)
+
+
+def test_every_byte_of_the_weights_has_a_digest(folder):
+    assert check_digests(folder) > 2
     back = read_all(folder)
     assert all(torch.equal(back[name].float(), tensor.float()) for name, tensor in TENSORS.items())
 

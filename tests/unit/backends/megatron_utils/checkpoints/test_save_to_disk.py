@@ -23,6 +23,7 @@ from slime.flags.checkpoint import inspect_checkpoint
 from slime.utils.errors import DataError
 from tests.unit.backends.megatron_utils.megatron_case import hf_flags, parse, start_single_process, write_hf_model
 from tests.unit.rollout.test_disk_full import full_disk
+from tests.unit.weights.test_file_digests import check_digests
 
 
 @pytest.fixture(scope="module")
@@ -174,14 +175,4 @@ def test_a_rank_that_waits_in_vain_for_the_files_of_another_says_so_and_leaves_n
 
 
 def test_digests_cover_every_byte_of_a_checkpoint(run):
-    from slime.weights.file_digests import DIGEST_FILE, FolderDigests, digest_of
-
-    folder = save(run, 4)
-    digests = FolderDigests.read(folder)
-    assert set(digests.files) == {path.name for path in folder.iterdir()} - {DIGEST_FILE}
-    for name, pieces in digests.files.items():
-        data, position = (folder / name).read_bytes(), 0
-        for begin, size, digest in pieces:
-            assert begin == position and size > 0 and digest_of(data[begin : begin + size]) == digest
-            position += size
-        assert position == len(data)
+    assert check_digests(save(run, 4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -49,12 +50,10 @@ def cumulative(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-@pytest.mark.parametrize("cp_size", [2, 3])
-def test_zigzag_ranks_together_give_the_attention_of_whole_sequences(
-    monkeypatch: pytest.MonkeyPatch, cp_size: int
+def check_zigzag(
+    monkeypatch: pytest.MonkeyPatch, attend: Any, qkv: list[Tensor], lengths: list[int], cp_size: int, expected: Tensor
 ) -> None:
-    lengths = [2 * cp_size * chunk for chunk in (1, 3, 0, 2)]  # an empty one, as padding of no tokens is
-    query, key, value = random_qkv(sum(lengths))
+    """Every rank has the rows of ``expected`` that belong to its two chunks of each sequence."""
 
     def local(x: Tensor, rank: int) -> Tensor:
         pieces = []
@@ -63,29 +62,32 @@ def test_zigzag_ranks_together_give_the_attention_of_whole_sequences(
             pieces += [chunks[rank], chunks[2 * cp_size - 1 - rank]]
         return torch.cat(pieces)
 
+    # What a gather over the group would give: the slices of all ranks, one after the other; keys, then values.
+    gathered = [torch.cat([local(x, rank) for rank in range(cp_size)]) for x in qkv[1:]]
+    for rank in range(cp_size):
+        answers = iter(gathered)
+        monkeypatch.setattr(
+            attention, "gather_from_sequence_parallel_region", lambda x, group, answers=answers: next(answers)
+        )
+        parts = [local(x, rank) for x in qkv]
+        out = zigzag_attention(attend, *parts, cumulative(lengths), max(lengths), None, CPRank(rank, cp_size))
+        torch.testing.assert_close(out.double(), local(expected, rank), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_zigzag_ranks_together_give_the_attention_of_whole_sequences(
+    monkeypatch: pytest.MonkeyPatch, cp_size: int
+) -> None:
+    lengths = [2 * cp_size * chunk for chunk in (1, 3, 0, 2)]  # an empty one, as padding of no tokens is
+    qkv = random_qkv(sum(lengths))
+
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:
         lengths_q, lengths_k = cu_q.diff().tolist(), cu_k.diff().tolist()
         assert (max_q, max_k) == (max(lengths_q), max(lengths_k))
         return per_sequence_attention(q, k, v, lengths_q, lengths_k, scale=0.5)
 
-    # What a gather over the group would give: the slices of all ranks, one after the other.
-    gathered = {id(x): torch.cat([local(x, rank) for rank in range(cp_size)]) for x in (key, value)}
-    for rank in range(cp_size):
-        slices = {local(x, rank).sum().item(): gathered[id(x)] for x in (key, value)}
-        monkeypatch.setattr(
-            attention,
-            "gather_from_sequence_parallel_region",
-            lambda x, group, slices=slices: slices[x.sum().item()],
-        )
-        parts = [local(x, rank) for x in (query, key, value)]
-        out = zigzag_attention(attend, *parts, cumulative(lengths), max(lengths), None, CPRank(rank, cp_size))
-        expected = torch.cat(
-            [
-                textbook_attention(*parts, 0.5)
-                for parts in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
-            ]
-        )
-        assert torch.allclose(out.double(), local(expected, rank), atol=1e-6)
+    whole = [textbook_attention(*parts, 0.5) for parts in zip(*(x.split(lengths) for x in qkv), strict=True)]
+    check_zigzag(monkeypatch, attend, qkv, lengths, cp_size, torch.cat(whole))
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
@@ -94,36 +96,18 @@ def test_a_window_hides_all_but_the_last_keys_whoever_holds_them(
     monkeypatch: pytest.MonkeyPatch, window: int, cp_size: int
 ) -> None:
     lengths = [8, 4, 16]
-    query, key, value = random_qkv(sum(lengths))
-    expected = torch.cat(
-        [
-            textbook_attention(*parts, 0.5, window)
-            for parts in zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
-        ]
-    )
-
-    def local(x: Tensor, rank: int) -> Tensor:
-        chunks = [chunk for part in x.split(lengths) for chunk in pick(part.chunk(2 * cp_size), rank)]
-        return torch.cat(chunks)
-
-    def pick(chunks: tuple[Tensor, ...], rank: int) -> tuple[Tensor, Tensor]:
-        return chunks[rank], chunks[2 * cp_size - 1 - rank]
+    qkv = random_qkv(sum(lengths))
+    parts = zip(*(x.split(lengths) for x in qkv), strict=True)
+    expected = torch.cat([textbook_attention(*part, 0.5, window) for part in parts])
 
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int) -> Tensor:
         return per_sequence_attention(q, k, v, cu_q.diff().tolist(), cu_k.diff().tolist(), scale=0.5, window=window)
 
     if cp_size == 1:
         cu = cumulative(lengths)
-        assert torch.allclose(attend(query, key, value, cu, cu).double(), expected, atol=1e-6)
-        return
-    gathered = iter(
-        [torch.cat([local(x, rank) for rank in range(cp_size)]) for _ in range(cp_size) for x in (key, value)]
-    )
-    monkeypatch.setattr(attention, "gather_from_sequence_parallel_region", lambda x, group: next(gathered))
-    for rank in range(cp_size):
-        parts = [local(x, rank) for x in (query, key, value)]
-        out = zigzag_attention(attend, *parts, cumulative(lengths), max(lengths), None, CPRank(rank, cp_size))
-        assert torch.allclose(out.double(), local(expected, rank), atol=1e-6)
+        assert torch.allclose(attend(*qkv, cu, cu).double(), expected, atol=1e-6)
+    else:
+        check_zigzag(monkeypatch, attend, qkv, lengths, cp_size, expected)
 
 
 def test_a_layer_has_a_window_where_the_flags_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.layers import attention
-from slime.backends.megatron_utils.layers.attention import zigzag_attention
-from slime.train_data.context_parallel import CPRank
+from tests.unit.backends.megatron_utils.layers.test_attention import check_zigzag
 
 SINKS = torch.tensor([-2.0, 0.0, 1.5, 4.0])
 
@@ -58,27 +57,12 @@ def test_a_sink_counts_once_for_a_query_however_many_ranks_hold_its_keys(
     monkeypatch: pytest.MonkeyPatch, cp_size: int, window: int | None
 ) -> None:
     lengths = [2 * cp_size * chunk for chunk in (1, 3, 2)]
-    query, key, value = random_qkv(sum(lengths))
-    cu = torch.tensor([0, *lengths]).cumsum(0).int()
-    parts = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+    qkv = random_qkv(sum(lengths))
+    parts = zip(*(x.split(lengths) for x in qkv), strict=True)
     expected = torch.cat([textbook(*part, SINKS, window) for part in parts])
-
-    def local(x: Tensor, rank: int) -> Tensor:
-        pieces = []
-        for sequence in x.split(lengths):
-            chunks = sequence.chunk(2 * cp_size)
-            pieces += [chunks[rank], chunks[2 * cp_size - 1 - rank]]
-        return torch.cat(pieces)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int) -> Tensor:
         sizes = cu_q.diff().tolist(), cu_k.diff().tolist()
         return attention.per_sequence_attention(q, k, v, *sizes, scale=0.5, window=window, sinks=SINKS)
 
-    gathered = iter(
-        [torch.cat([local(x, rank) for rank in range(cp_size)]) for _ in range(cp_size) for x in (key, value)]
-    )
-    monkeypatch.setattr(attention, "gather_from_sequence_parallel_region", lambda x, group: next(gathered))
-    for rank in range(cp_size):
-        mine = [local(x, rank) for x in (query, key, value)]
-        out = zigzag_attention(attend, *mine, cu, max(lengths), None, CPRank(rank, cp_size))  # type: ignore[arg-type]
-        torch.testing.assert_close(out.double(), local(expected, rank), atol=1e-6, rtol=1e-5)
+    check_zigzag(monkeypatch, attend, qkv, lengths, cp_size, expected)
