@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.contracts.copied_tree import copy_by_links, printed_by, with_edits
 from tests.contracts.source_tree import REPO
 
 pytestmark = pytest.mark.timeout(300)  # a start of Python with torch and Megatron, on a busy machine
@@ -111,36 +107,12 @@ print(json.dumps({
 """
 
 
-def with_edits(source: str, edits: dict[str, str]) -> str:
-    """Return a file's text with each addition in front of its line."""
-    for line, added in edits.items():
-        assert source.count(line) == 1, f"{source.count(line)} lines begin with {line!r}"
-        source = source.replace(line, added + line)
-    return source
-
-
-def copy_by_links(source: Path, target: Path, edited: set[Path]) -> None:
-    """Link every file of a folder, except the edited ones and the folders above them."""
-    target.mkdir(parents=True)
-    for entry in source.iterdir():
-        if entry.name == "__pycache__" or entry in edited:
-            continue
-        if any(entry in path.parents for path in edited):
-            copy_by_links(entry, target / entry.name, edited)
-        else:
-            (target / entry.name).symlink_to(entry)
-
-
 def test_an_estimator_with_a_column_of_its_own_touches_three_files(tmp_path):
     copy_by_links(REPO / "slime", tmp_path / "slime", {REPO / name for name in EDITS})
     for name, edits in EDITS.items():
         (tmp_path / name).write_text(with_edits((REPO / name).read_text(), edits))
     (tmp_path / NEW_FILE).write_text(ESTIMATOR)
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = printed_by(PROGRAM, tmp_path)
     assert found["advantages"] == {"0": [0.75, 0.75, 0.25], "1": [2.0, 1.0, 1.0]}
     assert found["loss"] == "torch.float32"
     assert "sample 0 has 1 entries in step_rewards and response_length 3" in found["too short"]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
+from tests.contracts.copied_tree import copy_by_links, printed_by
 from tests.contracts.source_tree import REPO
-from tests.contracts.test_new_column import copy_by_links
 
 pytestmark = pytest.mark.timeout(300)  # a start of Python with torch, transformers and Megatron, on a busy machine
 
@@ -146,11 +142,7 @@ def test_a_family_with_layers_of_its_own_is_one_folder(tmp_path):
     (tmp_path / FOLDER / "layers.py").write_text(LAYERS)
     for folder in ("tests", "slime"):
         (tmp_path / folder).symlink_to(REPO / folder)
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = printed_by(PROGRAM, tmp_path)
     assert "model.layers.2.input_layernorm.shift" in found["names"]
     assert found["names"] == found["expected"]
     assert found["differ"] == []

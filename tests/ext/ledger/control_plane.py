@@ -19,16 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from slime.ext.ledger.ledger import TRACKER, Ledger
-from slime.rollout import data_source as data_source_module
 from slime.rollout import engine_client, fully_async_rollout, sglang_rollout
 from slime.rollout.base_types import RolloutFnTrainOutput, first_index, leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.run_state import CheckpointPosition, RunState, use_run
-from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Request, Script, split_prompt, text_of
-from tests.unit.rollout.fake_cluster import FakeTokenizer, make_args, write_prompts
+from tests.unit.rollout.fake_cluster import clear_process, make_args, write_prompts
 
 HERE = __name__
 
@@ -117,11 +115,7 @@ class Life:
         world.num_lives += 1
         self.loop = VirtualLoop(self.step)
         self.in_flight: list[Request] = []
-        GenerateState.clear_instances()
-        monkeypatch.setattr(sglang_rollout, "load_tokenizer", lambda *a, **k: FakeTokenizer())
-        monkeypatch.setattr(sglang_rollout, "load_processor", lambda *a, **k: None)
-        monkeypatch.setattr(data_source_module, "load_tokenizer", lambda *a, **k: FakeTokenizer())
-        monkeypatch.setattr(data_source_module, "load_processor", lambda *a, **k: None)
+        clear_process(monkeypatch)
         monkeypatch.setattr(engine_client, "post", self.post)
         monkeypatch.setattr(engine_client, "control_post", self.abort_all)
         monkeypatch.setattr(engine_client, "control_get", self.control_get)

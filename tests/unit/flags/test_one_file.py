@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.contracts.copied_tree import copy_by_links, printed_by, with_edits
 from tests.contracts.source_tree import REPO
 
 pytestmark = pytest.mark.timeout(300)  # a start of Python with torch, on a busy machine
@@ -65,35 +61,11 @@ print(json.dumps({
 """
 
 
-def with_flag(source: str) -> str:
-    """Return the text of reward.py with a new flag in it."""
-    for line, added in EDITS.items():
-        assert source.count(line) == 1, f"{source.count(line)} lines begin with {line!r}"
-        source = source.replace(line, added + line)
-    return source
-
-
-def copy_by_links(source: Path, target: Path, edited: Path) -> None:
-    """Link every file of a package, but the one that is edited and the folders above it."""
-    target.mkdir(parents=True)
-    for entry in source.iterdir():
-        if entry.name == "__pycache__" or entry == edited:
-            continue
-        if entry in edited.parents:
-            copy_by_links(entry, target / entry.name, edited)
-        else:
-            (target / entry.name).symlink_to(entry)
-
-
 def test_a_flag_is_parsed_derived_checked_documented_and_handed_on_by_one_file(tmp_path):
     edited = REPO / "slime/flags/reward.py"
-    copy_by_links(REPO / "slime", tmp_path / "slime", edited)
-    (tmp_path / "slime/flags/reward.py").write_text(with_flag(edited.read_text()))
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout.splitlines()[-1]) == {
+    copy_by_links(REPO / "slime", tmp_path / "slime", {edited})
+    (tmp_path / "slime/flags/reward.py").write_text(with_edits(edited.read_text(), EDITS))
+    assert printed_by(PROGRAM, tmp_path) == {
         "documented": "Seconds a grader may think. Default: a tenth.",
         "parsed": 7.0,
         "derived": 5.0,

@@ -17,8 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 
+from slime.rollout import data_source, sglang_rollout
+from slime.rollout.engine_client import WorkerPicker
+from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.types import Sample
 from tests.flag_values import args_with
 
@@ -189,6 +193,16 @@ class FakeCluster:
                 },
             }
         )
+
+
+def clear_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has just started: no state of an earlier rollout, the fake tokenizer for every model."""
+    for module in (sglang_rollout, data_source):
+        monkeypatch.setattr(module, "load_tokenizer", lambda *_, **__: FakeTokenizer())
+        monkeypatch.setattr(module, "load_processor", lambda *_, **__: None)
+    CALLS.clear()
+    GenerateState.clear_instances()
+    WorkerPicker.clear_instances()
 
 
 def prompt_of(body: dict[str, Any]) -> str:

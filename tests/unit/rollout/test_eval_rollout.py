@@ -10,24 +10,21 @@ from typing import Any
 import pytest
 
 from slime.flags.evaluation import EvalDatasetConfig
-from slime.rollout import eval_data, sglang_rollout
-from slime.rollout.sglang_rollout import GenerateState, generate_rollout
+from slime.rollout import eval_data
+from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, DeadlineError, EngineError
 from slime.utils.http_utils import close_http_client
 from tests.unit.rollout import fake_cluster
-from tests.unit.rollout.fake_cluster import FakeCluster, FakeTokenizer, Plan, make_args, prompt_of, write_prompts
+from tests.unit.rollout.fake_cluster import FakeCluster, Plan, clear_process, make_args, prompt_of, write_prompts
 
 HOOKS = fake_cluster.__name__
 
 
 @pytest.fixture
 def cluster(monkeypatch) -> Iterator[FakeCluster]:
-    monkeypatch.setattr(sglang_rollout, "load_tokenizer", lambda *a, **k: FakeTokenizer())
-    monkeypatch.setattr(sglang_rollout, "load_processor", lambda *a, **k: None)
+    clear_process(monkeypatch)
     monkeypatch.setattr(eval_data, "_datasets", {})
-    fake_cluster.CALLS.clear()
-    GenerateState.clear_instances()
 
     async def make() -> FakeCluster:
         return await FakeCluster().start()

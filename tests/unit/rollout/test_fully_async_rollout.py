@@ -13,15 +13,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from slime.rollout import data_source as data_source_module
 from slime.rollout import fully_async_rollout, pool, sglang_rollout
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.engine_client import WorkerPicker
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
 from slime.rollout.run_state import RunState, use_run
 from slime.rollout.sample_hooks import set_current_rollout_id
-from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
+from slime.rollout.sglang_rollout import generate, generate_rollout
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, DeadlineError, HookError
 from slime.utils.http_utils import close_http_client, init_http_client
@@ -29,7 +27,7 @@ from slime.utils.types import Sample
 from tests.eventually import wait_until
 from tests.scripted_engine.script import Request, Script
 from tests.scripted_engine.server import ScriptedEngine
-from tests.unit.rollout.fake_cluster import FakeTokenizer, make_args, write_prompts
+from tests.unit.rollout.fake_cluster import clear_process, make_args, write_prompts
 
 TEST_TIMEOUT_S = 60.0
 
@@ -108,14 +106,9 @@ StartJob = Callable[..., Job]
 @pytest.fixture
 def start_job(tmp_path, monkeypatch) -> Iterator[StartJob]:
     engines: list[ScriptedEngine] = []
-    monkeypatch.setattr(sglang_rollout, "load_tokenizer", lambda *a, **k: FakeTokenizer())
-    monkeypatch.setattr(sglang_rollout, "load_processor", lambda *a, **k: None)
-    monkeypatch.setattr(data_source_module, "load_tokenizer", lambda *a, **k: FakeTokenizer())
-    monkeypatch.setattr(data_source_module, "load_processor", lambda *a, **k: None)
+    clear_process(monkeypatch)
     for module in (pool, fully_async_rollout):
         monkeypatch.setattr(module, "POLL_S", 0.05)
-    GenerateState.clear_instances()
-    WorkerPicker.clear_instances()
     set_current_rollout_id(None)
 
     def start(num_prompts: int = 64, script: Script | None = None, **flags: Any) -> Job:

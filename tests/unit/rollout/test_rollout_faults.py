@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import data_source as data_source_module
-from slime.rollout import engine_request, sglang_rollout, sglang_streaming_rollout
+from slime.rollout import engine_request, sglang_streaming_rollout
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.rm_hub import policy
@@ -22,7 +21,7 @@ from slime.utils.http_utils import close_http_client, init_http_client
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault, Script
 from tests.scripted_engine.server import ScriptedEngine
-from tests.unit.rollout.fake_cluster import FakeTokenizer, make_args, write_prompts
+from tests.unit.rollout.fake_cluster import clear_process, make_args, write_prompts
 
 PROMPTS = ["a", "b", "c", "d"]
 STREAMING = f"{sglang_streaming_rollout.__name__}.generate_streaming"
@@ -38,9 +37,6 @@ Rollout = Callable[..., list[Sample]]
 @pytest.fixture
 def rollout(tmp_path, monkeypatch) -> Iterator[Rollout]:
     """Samples of one rollout over an engine with the given faults; ``rollout.engine`` is the engine."""
-    for module in (sglang_rollout, data_source_module):
-        monkeypatch.setattr(module, "load_tokenizer", lambda *a, **k: FakeTokenizer())
-        monkeypatch.setattr(module, "load_processor", lambda *a, **k: None)
     for module in (http_utils, sglang_streaming_rollout):
         monkeypatch.setattr(module, "RETRY_WAIT_S", 0.05)
     monkeypatch.setattr(engine_request, "BAD_ANSWER_WAIT_S", 0.05)
@@ -48,7 +44,7 @@ def rollout(tmp_path, monkeypatch) -> Iterator[Rollout]:
     engines: list[ScriptedEngine] = []
 
     def start(*faults: Fault, and_then: Callable[[ScriptedEngine], None] | None = None, **flags: Any) -> list[Sample]:
-        GenerateState.clear_instances()
+        clear_process(monkeypatch)
         engine = ScriptedEngine(Script(length=8, faults=list(faults)))
         engines.append(engine)
         engine.start()

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import data_source as data_source_module
 from slime.rollout import engine_client, sglang_rollout
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.engine_client import WorkerPicker
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
 from slime.utils import http_utils
 from slime.utils.async_utils import run
@@ -23,7 +21,7 @@ from slime.utils.errors import DataError, DeadlineError, EngineError, HookError
 from slime.utils.http_utils import close_http_client, init_http_client
 from slime.utils.types import Sample
 from tests.unit.rollout import fake_cluster
-from tests.unit.rollout.fake_cluster import FakeCluster, FakeTokenizer, Plan, make_args, prompt_of, write_prompts
+from tests.unit.rollout.fake_cluster import FakeCluster, Plan, clear_process, make_args, prompt_of, write_prompts
 
 HOOKS = fake_cluster.__name__
 NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
@@ -55,14 +53,8 @@ StartJob = Callable[..., Job]
 @pytest.fixture
 def start_job(tmp_path, monkeypatch) -> Iterator[StartJob]:
     clusters: list[FakeCluster] = []
-    monkeypatch.setattr(sglang_rollout, "load_tokenizer", lambda *a, **k: FakeTokenizer())
-    monkeypatch.setattr(sglang_rollout, "load_processor", lambda *a, **k: None)
-    monkeypatch.setattr(data_source_module, "load_tokenizer", lambda *a, **k: FakeTokenizer())
-    monkeypatch.setattr(data_source_module, "load_processor", lambda *a, **k: None)
+    clear_process(monkeypatch)
     monkeypatch.setattr(http_utils, "RETRY_WAIT_S", 0.01)
-    fake_cluster.CALLS.clear()
-    GenerateState.clear_instances()
-    WorkerPicker.clear_instances()
 
     def start(prompts: list[str], plans: dict[str, Plan] | None = None, *, num_engines: int = 1, **flags: Any) -> Job:
         async def make() -> FakeCluster:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import sglang_rollout, sglang_streaming_rollout
+from slime.rollout import sglang_streaming_rollout
 from slime.rollout.config import rollout_config
-from slime.rollout.engine_client import WorkerPicker, abort_engines
+from slime.rollout.engine_client import abort_engines
 from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.utils import http_utils
@@ -21,7 +21,7 @@ from slime.utils.types import Sample
 from tests.eventually import until
 from tests.scripted_engine.script import Fault, Script
 from tests.scripted_engine.server import ScriptedEngine
-from tests.unit.rollout.fake_cluster import FakeTokenizer, make_args
+from tests.unit.rollout.fake_cluster import clear_process, make_args
 
 PARAMS = {"temperature": 1.0, "max_new_tokens": 1000}
 
@@ -29,15 +29,12 @@ PARAMS = {"temperature": 1.0, "max_new_tokens": 1000}
 @pytest.fixture
 def serve(monkeypatch) -> Iterator[Any]:
     engines: list[ScriptedEngine] = []
-    monkeypatch.setattr(sglang_rollout, "load_tokenizer", lambda *a, **k: FakeTokenizer())
-    monkeypatch.setattr(sglang_rollout, "load_processor", lambda *a, **k: None)
     monkeypatch.setattr(sglang_streaming_rollout, "RETRY_WAIT_S", 0.01)
     monkeypatch.setattr(sglang_streaming_rollout, "ABORT_POLL_S", 0.02)
     monkeypatch.setattr(sglang_streaming_rollout, "ABORT_GRACE_S", 0.1)
 
     def start(script: Script, **flags: Any) -> tuple[ScriptedEngine, Any]:
-        GenerateState.clear_instances()
-        WorkerPicker.clear_instances()
+        clear_process(monkeypatch)
         engine = ScriptedEngine(script)
         engine.weight_version = "7"
         engine.start()
