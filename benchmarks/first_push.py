@@ -95,6 +95,7 @@ class Meter:
 
 def sent_weights(args: Namespace, model: torch.nn.Module, options: argparse.Namespace) -> Any:
     """Return what a push in blockwise FP8 sends."""
+    from slime.backends.megatron_utils.megatron_to_hf import hf_form
     from slime.backends.megatron_utils.models import find_weight_map
     from slime.backends.megatron_utils.update_weight.transport import SentWeights
     from slime.ext.fast_push.gathered_buckets import hf_headers
@@ -102,7 +103,7 @@ def sent_weights(args: Namespace, model: torch.nn.Module, options: argparse.Name
     from slime.weights.quantize.formats import BlockFp8, is_quantized_offline
 
     weights = SentWeights(
-        args=args, model=[model], model_name="qwen3_moe", dtype=torch.bfloat16, bucket_bytes=options.bucket_mib << 20
+        form=hf_form(args, "qwen3_moe"), model=[model], dtype=torch.bfloat16, bucket_bytes=options.bucket_mib << 20
     )
     (headers,) = hf_headers(weights)
     plain = find_weight_map("qwen3_moe").plain

@@ -284,6 +284,7 @@ def run_format(
     kind: str, args: Namespace, trained: nn.Module, engine: nn.Module, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """All pairs for one format of the engine."""
+    from slime.backends.megatron_utils.megatron_to_hf import hf_form
     from slime.backends.megatron_utils.memory import clear_memory
     from slime.backends.megatron_utils.models import find_weight_map
     from slime.backends.megatron_utils.update_weight.transport import SentWeights
@@ -298,10 +299,9 @@ def run_format(
     if options.host:
         host = {f"0.{n}": p.detach().to("cpu").pin_memory() for n, p in trained.named_parameters()}
     weights = SentWeights(
-        args=args,
+        form=hf_form(args, name),
         model=[trained],
         get_host_weights=lambda: host,
-        model_name=name,
         dtype=torch.bfloat16,
         bucket_bytes=options.bucket_mib << 20,
     )

@@ -29,6 +29,7 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor  # noqa: E402
+from slime.backends.megatron_utils.megatron_to_hf import hf_form  # noqa: E402
 from slime.backends.megatron_utils.update_weight.gather import iter_hf_tensors  # noqa: E402
 from slime.flags.parse import parse_args  # noqa: E402
 from slime.ray.rollout_data import split_for_ranks, train_data_from_samples  # noqa: E402
@@ -83,7 +84,8 @@ def answer(args: Namespace, policy: PreTrainedModel, tokenizer: Any, group: Sequ
 def push(args: Namespace, trainer: MegatronTrainRayActor, policy: PreTrainedModel) -> None:
     """Copy the trainer's weights, under their Hugging Face names, into the model that answers."""
     own = policy.state_dict()
-    for name, tensor in iter_hf_tensors(args, trainer.model, model_name=policy.config.model_type, dtype=torch.float32):
+    form = hf_form(args, policy.config.model_type)
+    for name, tensor in iter_hf_tensors(form, trainer.model, dtype=torch.float32):
         own[name].copy_(tensor)
 
 
