@@ -155,14 +155,23 @@ def compute_rollout_record(
     samples: Sequence[Sample],
     extra_metrics: Mapping[str, Any] | None,
     rollout_time: float,
+    generation_s: float | None = None,
 ) -> dict[str, Any]:
-    """Return the record of one rollout, prefixes and ``rollout/step`` included."""
+    """Return the record of one rollout, prefixes and ``rollout/step`` included.
+
+    Args:
+        rollout_time: seconds that the trainer waited for it.
+        generation_s: seconds in which its answers were generated, for the rates; 0 leaves these out, as for answers of
+            a dump.  None: ``rollout_time``.
+    """
     config = metrics_config(args)
     numbers = [_reward(config, sample) for sample in samples]
     rewards = [number for number in numbers if number is not None]
     record: dict[str, Any] = dict(extra_metrics or {})
     record |= dict_add_prefix(compute_metrics_from_samples(args, samples), "rollout/")
-    record |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, rollout_time), "perf/")
+    seconds = rollout_time if generation_s is None else generation_s
+    record |= dict_add_prefix(compute_perf_metrics_from_samples(args, samples, seconds), "perf/")
+    record |= {"perf/rollout_time": rollout_time, "perf/time_rollout_s": rollout_time}
     if rewards and config.has_rewards:
         record["rollout/raw_reward"] = fmean(rewards)
     if config.log_passrate:
@@ -359,14 +368,23 @@ def correct_sample_metrics(samples: Sequence[Sample], rewards: Sequence[float]) 
 
 
 def log_rollout(
-    args: Namespace, rollout_id: int, samples: Sequence[Sample], extra: Mapping[str, Any] | None, seconds: float
+    args: Namespace,
+    rollout_id: int,
+    samples: Sequence[Sample],
+    extra: Mapping[str, Any] | None,
+    seconds: float,
+    generation_s: float | None = None,
 ) -> None:
-    """Log one rollout; ``--custom-rollout-log-function-path`` may do it instead by returning something true."""
+    """Log one rollout; ``--custom-rollout-log-function-path`` may do it instead by returning something true.
+
+    The times are those of :func:`compute_rollout_record`.
+    """
     path = args.custom_rollout_log_function_path
     if path:
         if call_hook("--custom-rollout-log-function-path", path, rollout_id, args, samples, extra, seconds):
             return
-    telemetry.log(compute_rollout_record(args, rollout_id, samples, extra, seconds), "rollout/step", args)
+    record = compute_rollout_record(args, rollout_id, samples, extra, seconds, generation_s)
+    telemetry.log(record, "rollout/step", args)
 
 
 def log_eval(

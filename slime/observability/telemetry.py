@@ -191,7 +191,7 @@ def samples(kind: str, **facts: Any) -> None:
     """Give samples to the sinks.
 
     rollout      rollout_id, samples by position, rewards as the estimator takes them or None, is_loaded where the
-                 samples come from another run
+                 samples come from a dump or from before a restart
     dropped      samples, the reason of a filter
     evaluation   rollout_id before it (None before all), data: data set -> its results
     trained      rollout_id, data-parallel rank, positions, columns: name -> host tensors, micro_batches

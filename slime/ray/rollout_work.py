@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,38 @@ from slime.rollout.run_state import CheckpointPosition, RunState, use_run
 from slime.utils.errors import ConfigError, ProcessError
 from slime.utils.misc import Box, load_function
 from slime.utils.plugins import PluginCall, call_plugin
+
+
+class GenerationClock:
+    """The time in which the answers of a rollout were generated, for token rates.
+
+    Args:
+        function: the rollout function.  One that keeps groups in flight generates between its calls, too.
+    """
+
+    def __init__(self, function: Callable[..., Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._keeps_groups = bool(getattr(function, "keeps_groups_in_flight", False))
+        self._clock = clock
+        self._began_s = 0.0
+        self._last_end_s: float | None = None
+        self._generates = False
+
+    def begin(self) -> None:
+        """Report that a rollout is asked for."""
+        self._began_s, self._generates = self._clock(), False
+
+    def generates(self) -> None:
+        """Report that the rollout function is called: the answers come neither from a dump nor from a record."""
+        self._generates = True
+
+    def end(self) -> float:
+        """Return the seconds when the answers are there; 0 where they were not generated."""
+        if not self._generates:
+            return 0.0
+        now_s = self._clock()
+        since_s = self._began_s if self._last_end_s is None or not self._keeps_groups else self._last_end_s
+        self._last_end_s = now_s
+        return now_s - since_s
 
 
 class RolloutWork:
@@ -47,10 +79,12 @@ class RolloutWork:
         self.parallel: dict[str, int] | None = None
         """Sizes of the trainer's parallel groups; the train data is split accordingly."""
         self.rollout_id = -1
+        self._clock = GenerationClock(self.generate_rollout)
 
     def generate(self, rollout_id: int) -> list[Box] | None:
         """Run one rollout; see :meth:`RolloutManager.generate`."""
         start = time.monotonic()
+        self._clock.begin()
         self.rollout_id = rollout_id
         self.run.begin(rollout_id)
         self.position.begin(rollout_id)
@@ -59,21 +93,20 @@ class RolloutWork:
         check_samples(groups, f"The rollout function, {plug_ins_of_samples(self.args) or 'or a dump'}, gave")
         check_fan_out(groups)
         samples = list(leaf_samples(groups))
-        seconds = time.monotonic() - start
+        times = {"seconds": time.monotonic() - start, "generation_s": self._clock.end()}
         dump_rollout(self.args, rollout_id, samples)
         if self.args.debug_rollout_only:
             telemetry.samples("rollout", rollout_id=rollout_id, samples=samples, rewards=None)
-            log_rollout(self.args, rollout_id, samples, metrics, seconds)
+            log_rollout(self.args, rollout_id, samples, metrics, **times)
             return None
         if self.parallel is None:
             raise ProcessError("generate() was called before the trainer said how it is laid out")
         train_data = train_data_from_samples(self.args, samples)
         rewards = train_data.rewards if len(train_data.rewards) == len(samples) else None
-        is_loaded = bool(self.args.load_debug_rollout_data)
-        facts = {"samples": samples, "rewards": rewards, "is_loaded": is_loaded}
+        facts = {"samples": samples, "rewards": rewards, "is_loaded": times["generation_s"] == 0}
         telemetry.samples("rollout", rollout_id=rollout_id, **facts)
         per_rank = split_for_ranks(self.args, train_data, self.parallel)
-        log_rollout(self.args, rollout_id, samples, metrics, seconds)
+        log_rollout(self.args, rollout_id, samples, metrics, **times)
         transport = ray_transport(self.args.rollout_data_transport)
         return [Box(ray.put(data, _tensor_transport=transport)) for data in per_rank]
 
@@ -94,6 +127,7 @@ class RolloutWork:
     def _call_rollout_fn(self, rollout_id: int) -> RolloutFnTrainOutput:
         call = PluginCall("--rollout-function-path", self.args.rollout_function_path)
         work = (self.generate_rollout, self.args, rollout_id, self.data_source)
+        self._clock.generates()
         output = self.engines.run_watched(lambda: call_plugin(call, call_rollout_fn, *work, evaluation=False))
         if not isinstance(output, RolloutFnTrainOutput):
             raise ConfigError(

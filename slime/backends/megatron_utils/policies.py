@@ -78,6 +78,12 @@ class Policies:
         if args.keep_old_actor:
             for kept in ("old_actor", "rollout_actor"):
                 weights.copy("actor", kept)
+            if not (args.finetune and is_from_load):
+                logger.warning(
+                    "--keep-old-actor: no checkpoint has the weights that drew answers from before this start. The "
+                    "rollout of these answers, the first one, gets its old log-probs from the weights that the "
+                    "trainer starts with; |dlogp| says how far they are. --use-rollout-logprobs takes the engine's."
+                )
 
     def _last_update(self, iteration: int) -> int | None:
         """Return the last rollout up to ``iteration`` after which the actor became the reference."""

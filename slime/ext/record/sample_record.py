@@ -84,7 +84,7 @@ def record_rollout(
         rollout_id: the rollout.
         samples: by position.
         rewards: of each sample as the estimator takes them, when they are known.
-        is_loaded: the samples are of another run, and so are the times of their requests.
+        is_loaded: the samples are of another run or from before a restart, and so are the times of their requests.
         dropped: samples that a filter left out, and why.
     """
     limit = config.record_samples

@@ -39,6 +39,16 @@ def test_a_rollout_record_holds_reward_lengths_rates_and_pass_rate() -> None:
     assert record["passrate/pass@2"] == 1.0
 
 
+def test_token_rates_are_over_the_seconds_of_generation_and_absent_without_one() -> None:
+    in_flight = compute_rollout_record(ARGS, 3, SAMPLES, None, rollout_time=0.1, generation_s=4.0)
+    assert (in_flight["perf/rollout_time"], in_flight["perf/time_rollout_s"]) == (0.1, 0.1)
+    assert in_flight["perf/rollout_tok_per_s"] == 25.0
+    assert in_flight["perf/longest_sample_tokens_per_sec"] == 10.0
+    replayed = compute_rollout_record(ARGS, 3, SAMPLES, None, rollout_time=0.1, generation_s=0.0)
+    assert replayed["perf/rollout_time"] == 0.1
+    assert not [name for name in replayed if name.startswith("perf/") and "tok" in name]
+
+
 def pass_rates_of(samples: list[Sample], answers: int = 2) -> dict[str, float]:
     args = Namespace(**{**vars(ARGS), "n_samples_per_prompt": answers})
     record = compute_rollout_record(args, 0, samples, None, rollout_time=1.0)

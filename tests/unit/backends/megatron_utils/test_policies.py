@@ -125,3 +125,14 @@ def test_a_step_that_is_not_there_is_named_by_its_flag(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no checkpoint iter_0000002, .* those: --opd-teacher-ckpt-step"):
         kept = Policies(args_with(**FRESH, frozen_policies=asked), [model], ModelSwitch([model]))
         kept.load(with_ref=False, is_from_load=True, iteration=0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_warned"),
+    [({}, False), ({"finetune": False}, True), ({"finetune": True, "is_from_load": False}, True)],
+)
+def test_a_run_that_goes_on_says_that_the_old_actor_is_not_the_one_that_drew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, changed: dict[str, bool], is_warned: bool
+) -> None:
+    load(monkeypatch, keep_old_actor=True, **changed)
+    assert ("no checkpoint has the weights that drew" in caplog.text) == is_warned
