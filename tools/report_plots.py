@@ -53,8 +53,8 @@ HEALTH_PLOTS = (
     Plot(
         "Response tokens", "The band has the middle 80 % of the responses.",
         {
-            "median": "samples/length/middle", "mean": "rollout/response_len/mean",
-            "longest": "rollout/response_len/max",
+            "median": "samples/length/middle", "longest": "samples/length/max",
+            "mean, unmasked": "rollout/response_len/mean",
         },
         ("samples/length/low", "samples/length/high"), ("length explosion", "length pays"),
     ),

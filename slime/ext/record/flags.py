@@ -14,10 +14,14 @@ from slime.flags.kinds import non_negative_int, port_number, positive_float
 
 @dataclass(frozen=True, kw_only=True)
 class RecordConfig:
-    """How much of its samples a run records."""
+    """What of its samples a run records."""
 
     record_samples: int | None
     record_max_gib: float
+    reward_key: str | None = None
+    """Entry of a dict reward that statistics read."""
+    eval_reward_key: str | None = None
+    """The same in evaluations."""
 
 
 def record_config(args: Any) -> RecordConfig:

@@ -94,8 +94,9 @@ def record_rollout(
         if not is_loaded:
             record_phases(writer, samples)
         copies = SmallCopies()
-        kept = [_row(rollout_id, i, sample, None, trained[i], copies) for i, sample in enumerate(samples[:limit])]
-        return kept + [_row(rollout_id, None, sample, reason, None, copies) for sample, reason in dropped[:limit]]
+        key = config.reward_key
+        kept = [_row(rollout_id, i, sample, None, trained[i], copies, key) for i, sample in enumerate(samples[:limit])]
+        return kept + [_row(rollout_id, None, sample, reason, None, copies, key) for sample, reason in dropped[:limit]]
 
     _write(writer, samples_path(SAMPLES, rollout_id), rows, ROLLOUT_SCHEMA, config)
 
@@ -119,7 +120,7 @@ def record_evaluation(
     def rows() -> list[dict[str, Any]]:
         copies = SmallCopies()
         return [
-            _row(number, position, sample, None, None, copies) | {"evaluation": _text(name)}
+            _row(number, position, sample, None, None, copies, config.eval_reward_key) | {"evaluation": _text(name)}
             for name, samples in answers.items()
             for position, sample in enumerate(samples)
         ]
@@ -242,9 +243,12 @@ def _row(
     drop_reason: str | None,
     train_reward: float | None,
     copies: SmallCopies,
+    reward_key: str | None,
 ) -> dict[str, Any]:
     reward = sample.reward
-    number = float(reward) if isinstance(reward, Real) and sample.is_graded else None  # what statistics read
+    entry = reward.get(reward_key) if reward_key and isinstance(reward, Mapping) else reward
+    number = float(entry) if isinstance(entry, Real) and sample.is_graded else None  # what statistics read
+    is_number = reward is None or (number is not None and entry is reward)
     calls = list(finished_spans([sample], REQUEST_SPANS))
     metadata, lacks = _metadata(sample)
     return {
@@ -255,7 +259,7 @@ def _row(
         "status": sample.status.value,
         "drop_reason": drop_reason,
         "reward": number,
-        "reward_json": None if reward is None or number is not None else json.dumps(reward, default=_number),
+        "reward_json": None if is_number else json.dumps(reward, default=_number),
         "train_reward": train_reward,
         "prompt": _text(_prompt(sample.prompt)),
         "response": _text(sample.response),

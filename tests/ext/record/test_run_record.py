@@ -201,3 +201,19 @@ def test_answers_of_evaluations_have_files_of_their_own_that_none_overwrites(arg
     rows = [(row["evaluation"], row["position"], row["index"], row["rollout"]) for row in table.to_pylist()]
     assert rows == [("sums", 0, 0, 12), ("sums", 1, 1, 12), ("odd?/", 0, 9, 12)]
     assert [one["tokens"] for one in events(tmp_path)] == [15, 15, 15, 5]
+
+
+def test_an_entry_of_a_dict_reward_is_what_statistics_of_the_record_read(args, tmp_path):
+    recording.start(args, "rollout manager", primary=True, reward_key="score", eval_reward_key="other")
+    answers = [sample(0), sample(1), sample(2)]
+    rewards = [{"score": 0.25, "other": 1}, {"score": 0.75, "other": 0}, {"other": 1}]
+    for answer, reward in zip(answers, rewards, strict=True):
+        answer.reward = reward
+    recording.rollout(0, answers)
+    recording.evaluation(0, {"sums": {"rewards": [1.0, 0.0, 1.0], "samples": answers}})
+    recording.stop()
+    rows = pq.read_table(next((tmp_path / "samples").glob("rollout_*.parquet"))).to_pylist()
+    assert [row["reward"] for row in rows] == [0.25, 0.75, None]
+    assert [json.loads(row["reward_json"]) for row in rows] == rewards
+    rows = pq.read_table(next((tmp_path / "samples").glob("eval_*.parquet"))).to_pylist()
+    assert [row["reward"] for row in rows] == [1.0, 0.0, 1.0]
