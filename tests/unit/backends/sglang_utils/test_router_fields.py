@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from argparse import ArgumentParser, Namespace
-from http.server import ThreadingHTTPServer
 
 import pytest
 import requests
@@ -15,7 +13,7 @@ from slime.backends.sglang_utils.router_process import register_worker, start_ro
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.rollout.engine_client import ROUTER_KEEPS_FIELDS, ROUTER_KEEPS_SAMPLING_PARAMS
 from slime.utils.net import get_free_port
-from tests.unit.backends.sglang_utils.fake_worker import FakeEngine
+from tests.scripted_engine.server import ScriptedEngine
 
 pytestmark = [pytest.mark.slow]
 
@@ -26,11 +24,11 @@ VALUES = [1, 0.5, True, "a", ["a"], [1], {"a": 1}, {"1": 1.0}]
 @pytest.fixture(scope="module")
 def is_kept():
     """Whether a field of the request (or of its sampling parameters) reaches a worker."""
-    worker = ThreadingHTTPServer(("127.0.0.1", 0), FakeEngine)
-    threading.Thread(target=worker.serve_forever, daemon=True).start()
+    engine = ScriptedEngine()
+    engine.start()
     args = Namespace(sglang_router_request_timeout_secs=60, router_policy="round_robin", router_log_level="warn")
     router = start_router(args, host="127.0.0.1", port=get_free_port(26900), prometheus_port=get_free_port(27900))
-    register_worker(ServerControl(router.url), f"http://127.0.0.1:{worker.server_port}", worker_type="regular")
+    register_worker(ServerControl(router.url), engine.url, worker_type="regular")
     session = requests.Session()
     session.trust_env = False
 
@@ -38,10 +36,10 @@ def is_kept():
         for value in VALUES:
             body: dict = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
             (body["sampling_params"] if nested else body)[name] = value
-            FakeEngine.bodies.clear()
+            engine.payloads.clear()
             response = session.post(f"{router.url}/generate", json=body, timeout=20)
-            if response.ok and FakeEngine.bodies:
-                received = FakeEngine.bodies[-1]["sampling_params"] if nested else FakeEngine.bodies[-1]
+            if response.ok and engine.payloads:
+                received = engine.payloads[-1]["sampling_params"] if nested else engine.payloads[-1]
                 if name in received and received[name] == value:
                     return True
         return False
@@ -49,8 +47,7 @@ def is_kept():
     yield ask
     session.close()
     router.stop()
-    worker.shutdown()
-    worker.server_close()
+    engine.stop()
 
 
 def test_every_field_of_a_request_is_kept_or_known_to_be_lost(is_kept):

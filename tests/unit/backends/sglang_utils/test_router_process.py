@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import socket
-import threading
 from argparse import Namespace
-from http.server import ThreadingHTTPServer
 
 import psutil
 import pytest
@@ -22,8 +20,8 @@ from slime.backends.sglang_utils.router_process import (
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.backends.sglang_utils.sglang_engine import engine_environment
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, PortTakenError
-from slime.utils.net import get_current_node_ip, get_free_port, http_url, is_loopback
-from tests.unit.backends.sglang_utils.fake_worker import FakeEngine
+from slime.utils.net import get_current_node_ip, get_free_port, is_loopback
+from tests.scripted_engine.server import ScriptedEngine
 
 ARGS = Namespace(sglang_router_request_timeout_secs=60, router_policy="round_robin", router_log_level="warn")
 
@@ -38,11 +36,9 @@ def router():
 
 
 @pytest.fixture
-def engine_url():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeEngine)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+def engine():
+    with ScriptedEngine() as made:
+        yield made
 
 
 @pytest.mark.parametrize("server", ["port", "prometheus_port"])
@@ -54,14 +50,10 @@ def test_a_router_whose_port_was_taken_says_so(server):
             start_router(ARGS, host="127.0.0.1", timeout_s=60, **ports)
 
 
-def test_another_server_at_the_port_is_not_taken_for_the_router():
-    with ThreadingHTTPServer(("127.0.0.1", 0), FakeEngine) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        port = other.server_port
-        assert requests.get(f"http://127.0.0.1:{port}/health", timeout=10).ok
-        with pytest.raises(PortTakenError, match="took a port"):
-            start_router(ARGS, host="127.0.0.1", port=port, prometheus_port=get_free_port(27500), timeout_s=60)
-        other.shutdown()
+def test_another_server_at_the_port_is_not_taken_for_the_router(engine):
+    assert requests.get(f"{engine.url}/health", timeout=10).ok
+    with pytest.raises(PortTakenError, match="took a port"):
+        start_router(ARGS, host="127.0.0.1", port=engine.port, prometheus_port=get_free_port(27500), timeout_s=60)
 
 
 def test_prefixed_flags_reach_the_router_and_slime_decides_above_them():
@@ -81,72 +73,53 @@ def test_prefixed_flags_reach_the_router_and_slime_decides_above_them():
     assert {name: built[name] for name in expected} == expected
 
 
-def test_an_engine_is_listed_after_registration_and_gone_after_removal(router, engine_url):
+def test_an_engine_is_listed_after_registration_and_gone_after_removal(router, engine):
     control = ServerControl(router.url)
-    register_worker(control, engine_url, worker_type="regular")
-    assert find_worker(control, engine_url)["worker_type"] == "regular"
-    unregister_worker(control, engine_url)
-    unregister_worker(control, engine_url)
+    register_worker(control, engine.url, worker_type="regular")
+    assert find_worker(control, engine.url)["worker_type"] == "regular"
+    unregister_worker(control, engine.url)
+    unregister_worker(control, engine.url)
 
 
-def listed_and_asked(host: str) -> None:
-    """Let a router at ``host`` list an engine there, pass a request on, and show its metrics."""
-
-    class Server(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if host == "::1" else socket.AF_INET
-
-    with Server((host, 0), FakeEngine) as engine:
-        threading.Thread(target=engine.serve_forever, daemon=True).start()
-        handle = start_router(ARGS, host=host, port=get_free_port(26600), prometheus_port=get_free_port(27600))
-        register_worker(handle.control, http_url(host, engine.server_port), worker_type="regular", timeout_s=20)
-        assert handle.control.post("/generate", {"text": "a"})["text"] == "x"
-        assert ServerControl(handle.metrics_url.removesuffix("/metrics")).answers("/metrics")
-        handle.stop()
-        engine.shutdown()
-
-
-class Half(FakeEngine):
+class Half(ScriptedEngine):
     """A prefill or decode engine that hangs up on an idle connection just when a request comes."""
 
-    protocol_version = "HTTP/1.1"
     keep_alive_s = float(engine_environment(tp_size=1)["SGLANG_TIMEOUT_KEEP_ALIVE"])
     idle_s = 0.0
     """Since the last answer on any connection."""
 
-    def do_POST(self):  # noqa: N802
+    async def _generate(self, web_request):
         if self.idle_s >= self.keep_alive_s:
-            self.close_connection = True
-        else:
-            super().do_POST()
+            web_request.transport.abort()
+        return await super()._generate(web_request)
 
 
 def test_a_request_after_a_pause_reaches_both_halves_of_a_pair():
     """The router reuses idle connections for 90 s, and lets the decode engine wait where the prefill half is lost."""
-    halves = [type(kind, (Half,), {"bodies": []}) for kind in ("prefill", "decode")]
-    servers = [ThreadingHTTPServer(("127.0.0.1", 0), half) for half in halves]
     ports = {"port": get_free_port(26700), "prometheus_port": get_free_port(27700)}
     handle = start_router(ARGS, host="127.0.0.1", pd_disaggregation=True, **ports)
-    for half, server in zip(halves, servers, strict=True):
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        bootstrap = {"bootstrap_port": 1} if half.__name__ == "prefill" else {}
-        url = f"http://127.0.0.1:{server.server_port}"
-        register_worker(handle.control, url, worker_type=half.__name__, timeout_s=20, **bootstrap)
-    for idle_s in (0.0, 5.0, 89.0):
-        halves[0].idle_s = idle_s
-        assert handle.control.post("/generate", {"text": "a"})["text"] == "x"
-    prefilled, decoded = ([body["bootstrap_room"] for body in half.bodies] for half in halves)
-    assert len(set(decoded)) == 3 and sorted(prefilled) == sorted(decoded)
-    handle.stop()
-    for server in servers:
-        server.shutdown()
+    with Half() as prefill, Half() as decode:
+        register_worker(handle.control, prefill.url, worker_type="prefill", timeout_s=20, bootstrap_port=1)
+        register_worker(handle.control, decode.url, worker_type="decode", timeout_s=20)
+        for idle_s in (0.0, 5.0, 89.0):
+            prefill.idle_s = idle_s
+            assert handle.control.post("/generate", {"text": "a"})["text"]
+        prefilled, decoded = ([body["bootstrap_room"] for body in half.payloads] for half in (prefill, decode))
+        assert len(set(decoded)) == 3 and sorted(prefilled) == sorted(decoded)
+        handle.stop()
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
-def test_a_router_reaches_its_engines_whatever_proxy_the_environment_names(monkeypatch, name):
+def test_a_router_reaches_its_engines_whatever_proxy_the_environment_names(monkeypatch, engine, name):
     for other in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing listens
-    listed_and_asked("127.0.0.1")
+    ports = {"port": get_free_port(26600), "prometheus_port": get_free_port(27600)}
+    handle = start_router(ARGS, host="127.0.0.1", **ports)
+    register_worker(handle.control, engine.url, worker_type="regular", timeout_s=20)
+    assert handle.control.post("/generate", {"text": "a"})["text"]
+    assert ServerControl(handle.metrics_url.removesuffix("/metrics")).answers("/metrics")
+    handle.stop()
 
 
 def test_an_engine_that_answers_nothing_is_never_listed(router):
@@ -183,10 +156,9 @@ def guarded(request):
     handle.stop()
 
 
-def test_a_guarded_router_takes_workers_and_generation_from_its_job_alone(guarded, engine_url):
-    register_worker(guarded.control, engine_url, worker_type="regular", worker_key="g3nerates")
+def test_a_guarded_router_takes_workers_and_generation_from_its_job_alone(guarded, engine):
+    register_worker(guarded.control, engine.url, worker_type="regular", worker_key="g3nerates")
     is_local = is_loopback(guarded.host)
-    FakeEngine.headers_seen.clear()
     for key, may_administer, may_generate in (
         ({}, False, is_local),
         ({"Authorization": "Bearer wrong"}, False, is_local),
@@ -199,8 +171,8 @@ def test_a_guarded_router_takes_workers_and_generation_from_its_job_alone(guarde
             assert lure.status_code == 401
         answer = requests.post(guarded.url + "/generate", json={"text": "a"}, headers=key, timeout=10)
         assert answer.ok == may_generate
-    assert {headers["authorization"] for headers in FakeEngine.headers_seen} == {"Bearer g3nerates"}
-    unregister_worker(guarded.control, engine_url)
+    assert {headers["Authorization"] for headers in engine.headers} == {"Bearer g3nerates"}
+    unregister_worker(guarded.control, engine.url)
 
 
 def test_the_metrics_of_a_router_are_on_loopback(guarded):
