@@ -12,11 +12,11 @@ from __future__ import annotations
 import shutil
 import zlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -76,11 +76,9 @@ class Pack:
 
 
 class Adapters(Protocol):
-    """What the transform of a run with adapters must offer."""
+    """What the transform of a run with adapters must offer, as ``several``."""
 
     def hold(self, chunk: torch.nn.Module, values: Sequence[Tensor] | None, rows: Tensor | None = None) -> None: ...
-
-    def named_parameters(self, chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]: ...
 
     def draw(self, model: Sequence[torch.nn.Module], *, seed: int, rank: int) -> None: ...
 
@@ -124,9 +122,10 @@ class AdapterTrainer:
     ) -> None:
         self.args, self.model = args, model
         self._packs_clients, self._num_on_device = packs_clients, num_on_device
-        self._adapters = cast(Adapters, added_parameters(model))
+        transform: Any = added_parameters(model)
+        self._adapters: Adapters = transform.several
         self._inner = unwrap_model(model[0])
-        named: list[tuple[str, Any]] = list(self._adapters.named_parameters(self._inner))
+        named: list[tuple[str, Any]] = list(transform.named_parameters(self._inner))
         self._keys, self._parameters = [f"0.{name}" for name, _ in named], [one for _, one in named]
         self._states: dict[str, AdapterState] = {}
         config = get_model_config(model[0])
