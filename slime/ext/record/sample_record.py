@@ -363,14 +363,26 @@ def _text(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
+def _generation(sample: Sample) -> list[tuple[float, float]]:
+    """Return start and end of the sample's requests.
+
+    A generate function of the user's leaves no spans of its requests: the time in it counts, tools included.
+    """
+    if requests := [(start, end) for start, end, _ in finished_spans([sample], REQUEST_SPANS)]:
+        return requests
+    graded = [start for start, *_ in finished_spans([sample], ("reward_model",))]
+    calls = finished_spans([sample], ("generate_and_rm",))
+    return [(start, min((at for at in graded if start <= at <= end), default=end)) for start, end, _ in calls]
+
+
 def record_phases(writer: RecordWriter, samples: Sequence[Sample]) -> None:
     """Record the phases of a rollout as spans: generation, the wait for the longest answers, and for rewards."""
-    requests = sorted(finished_spans(samples, REQUEST_SPANS), key=lambda one: one[1])
+    requests = sorted((one for sample in samples for one in _generation(sample)), key=lambda one: one[1])
     if not requests:
         return
     last, most = requests[-1][1], requests[max(0, int(len(requests) * (1 - STRAGGLER_SHARE)) - 1)][1]
     busy: list[tuple[float, float]] = []  # an answer that a push or the end of a rollout cut has requests far apart
-    for start, end, _ in sorted(requests, key=lambda one: one[0]):
+    for start, end in sorted(requests):
         if busy and start <= busy[-1][1]:
             busy[-1] = busy[-1][0], max(end, busy[-1][1])
         else:

@@ -148,25 +148,40 @@ def test_no_flipped_byte_in_the_pages_of_recorded_samples_is_read_as_another_sam
     assert num_refused and f"{path} is left out, because it cannot be read: " in caplog.text
 
 
-def test_generation_is_when_requests_run_and_not_between_those_of_a_cut_answer(args, tmp_path):
-    def events_of(requests):
-        return {
-            "events": [
-                {"name": "sglang_generate", "type": kind, "span_id": str(i), "ts": when, "attrs": {}}
-                for i, times in enumerate(requests)
-                for kind, when in zip(("span_start", "span_end"), times, strict=True)
-            ]
-        }
+def trace_of(*spans):
+    return {
+        "events": [
+            {"name": name, "type": kind, "span_id": f"{name} {start}", "ts": when, "attrs": {}}
+            for name, start, end in spans
+            for kind, when in (("span_start", start), ("span_end", end))
+        ]
+    }
 
+
+def recorded_spans(folder):
+    text = (folder / "spans.json").read_text()
+    return [(one["name"], one["ts"] / 1e6, one["dur"] / 1e6) for one in json.loads(text.rstrip().rstrip(",") + "]")]
+
+
+def test_generation_is_when_requests_run_and_not_between_those_of_a_cut_answer(args, tmp_path):
     samples = [sample(0), sample(1)]
-    samples[0].trace, samples[1].trace = events_of([(1.0, 2.0), (10.0, 12.0)]), events_of([(10.5, 16.0)])
+    samples[0].trace = trace_of(("sglang_generate", 1.0, 2.0), ("sglang_generate", 10.0, 12.0))
+    samples[1].trace = trace_of(("sglang_generate", 10.5, 16.0))
     recording.start(args, "rollout manager", primary=True)
     recording.rollout(0, samples, None)
     recording.rollout(1, samples, None, is_loaded=True)
     recording.stop()
-    text = (tmp_path / "spans.json").read_text()
-    spans = [(one["name"], one["ts"] / 1e6, one["dur"] / 1e6) for one in json.loads(text.rstrip().rstrip(",") + "]")]
-    assert spans == [("generation", 1, 1), ("generation", 10, 2), ("longest answer", 12, 4)]
+    assert recorded_spans(tmp_path) == [("generation", 1, 1), ("generation", 10, 2), ("longest answer", 12, 4)]
+
+
+def test_a_generate_function_that_leaves_no_spans_of_its_requests_generates_until_the_reward(args, tmp_path):
+    samples = [sample(0), sample(1)]
+    samples[0].trace = trace_of(("generate_and_rm", 1.0, 5.0), ("reward_model", 4.0, 5.0))
+    samples[1].trace = trace_of(("generate_and_rm", 1.0, 8.0), ("reward_model", 7.0, 8.0))
+    recording.start(args, "rollout manager", primary=True)
+    recording.rollout(0, samples, None)
+    recording.stop()
+    assert recorded_spans(tmp_path) == [("generation", 1, 3), ("longest answer", 4, 3), ("reward", 7, 1)]
 
 
 def test_fewer_samples_and_the_limit_of_size_are_kept(args, tmp_path):
