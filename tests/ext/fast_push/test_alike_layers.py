@@ -9,8 +9,9 @@ from torch import nn
 from slime.ext.fast_push.alike_layers import trace_by_layers
 from slime.ext.fast_push.load_trace import trace_load
 from slime.ext.fast_push.model_load import ModelLoad
+from tests.ext.fast_push.test_model_load import push as push_buckets
 from tests.ext.fast_push.toy_models import parameter
-from tests.loaded_model.buckets import fill, whole_buckets
+from tests.loaded_model.buckets import whole_buckets
 
 NUM_LAYERS = 6
 
@@ -63,13 +64,8 @@ def test_the_loader_sees_two_layers_and_all_writes_are_known():
 
 
 def push(load: ModelLoad, values: dict[str, torch.Tensor]) -> list[str]:
-    """Push the values; the problems that the model's load found."""
-    manifest = whole_buckets(values, 3)
-    load.begin(manifest)
-    for index, flat in enumerate(fill(manifest, values)):
-        load.load(index, flat)
-    load.finish()
-    return load.problems
+    """Push the values in three buckets; the problems that the model's load found."""
+    return push_buckets(load, whole_buckets(values, 3), values)
 
 
 def assert_holds(model: nn.Module, values: dict[str, torch.Tensor]) -> None:

@@ -294,12 +294,11 @@ def test_an_engine_compares_its_weights_with_a_snapshot(running: Running) -> Non
     running.engine.check_weights("compare")
 
 
-@pytest.mark.parametrize("load_format", ["flattened_bucket"])
-def test_a_push_over_gloo_replaces_the_weights(running: Running, load_format: str | None) -> None:
+def test_a_push_over_gloo_replaces_the_weights(running: Running) -> None:
     from sglang.srt.utils import init_custom_process_group
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    group_name = f"test-{load_format}"
+    group_name, load_format = "test", "flattened_bucket"
     running.push(1, "1")
     tensors = running.named_tensors(0)
     with socket.socket() as probe:
@@ -322,12 +321,8 @@ def test_a_push_over_gloo_replaces_the_weights(running: Running, load_format: st
             "2",
             load_format,
         )
-        if load_format is None:
-            for work in [torch.distributed.broadcast(t, 0, group=group, async_op=True) for _, t in tensors]:
-                work.wait()
-        else:
-            flat = FlattenedTensorBucket(named_tensors=tensors).get_flattened_tensor()
-            torch.distributed.broadcast(flat, 0, group=group)
+        flat = FlattenedTensorBucket(named_tensors=tensors).get_flattened_tensor()
+        torch.distributed.broadcast(flat, 0, group=group)
         updated.result(timeout=300)
     running.engine.continue_generation()
     running.engine.destroy_weights_update_group(group_name)
