@@ -1,4 +1,4 @@
-"""From prompts to kept groups of samples: data source, generation, rewards, filters, buffer.
+"""Turns prompts into kept groups of samples: data source, generation, rewards, filters, buffer.
 
-Engines are reached over HTTP only.
+This package talks to engines over HTTP only.
 """

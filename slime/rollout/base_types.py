@@ -1,7 +1,8 @@
-"""Types of a rollout: groups of samples, and the output of a rollout function.
+"""Rollout types: groups of samples, and the output of a rollout function.
 
-A group is the answers to one prompt: a list with one entry per execution of it.  An entry is a Sample, or a list of
-Samples when a custom generate function fanned that execution out (sub-agents, compacted contexts); both count alike.
+A group holds the responses to one prompt: a list with one entry per execution of the prompt.  An entry is a Sample, or
+a list of Samples if a custom generate function fanned the execution out (sub-agents, compacted contexts).  Either way
+it counts as one entry.
 """
 
 from __future__ import annotations
@@ -32,62 +33,63 @@ def leaf_samples(value: Entry | Iterable[Any]) -> Iterator[Sample]:
 
 
 def is_finished(value: Entry | Iterable[Any]) -> bool:
-    """Return True when no sample of it waits for the engine: each completed, was truncated or failed for good."""
+    """Return True if every sample has completed, was truncated or failed for good, so none needs an engine."""
     return all(sample.status in _FINISHED for sample in leaf_samples(value))
 
 
 def first_index(group: Entry | Iterable[Any]) -> int:
-    """Return the ``index`` of the group's first sample: the sort key of a rollout.  Samples without one go first."""
+    """Return the ``index`` of the group's first sample, the sort key of a rollout; -1 if it has none."""
     for sample in leaf_samples(group):
         return -1 if sample.index is None else sample.index
     return -1
 
 
 def has_response(group: Entry | Iterable[Any]) -> bool:
-    """Return True when some sample of it already holds response tokens."""
+    """Return True if any sample already holds response tokens."""
     return any(sample.response_length > 0 for sample in leaf_samples(group))
 
 
 _NOTHING = type(None)
-# Concrete types first: asking an abstract class costs ten times as much.
+# Concrete types first: isinstance is ten times slower on an abstract class.
 _COUNT, _LIST, _DICT = (int, Integral), (list, Sized), (dict, Mapping)
 _FIELDS: dict[str, tuple[str, tuple[type, ...]]] = {
     **dict.fromkeys(("index", "group_index"), ("a whole number or None", (_NOTHING, *_COUNT))),
-    "rollout_id": ("a whole number, a text or None", (_NOTHING, str, *_COUNT)),
-    **dict.fromkeys(("response_length", "num_untrained_calls"), ("a whole number from 0 on", _COUNT)),
+    "rollout_id": ("a whole number, a string or None", (_NOTHING, str, *_COUNT)),
+    **dict.fromkeys(("response_length", "num_untrained_calls"), ("a whole number >= 0", _COUNT)),
     **dict.fromkeys(("tokens", "weight_versions"), ("a list", _LIST)),
     **dict.fromkeys(("loss_mask", "rollout_log_probs", "teacher_log_probs"), ("a list or None", (_NOTHING, *_LIST))),
     **dict.fromkeys(("metadata", "multimodal_train_inputs"), ("a dict or None", (_NOTHING, *_DICT))),
-    **dict.fromkeys(("generate_function_path", "custom_rm_path", "session_id"), ("a text or None", (_NOTHING, str))),
-    "response": ("a text", (str,)),
+    **dict.fromkeys(("generate_function_path", "custom_rm_path", "session_id"), ("a string or None", (_NOTHING, str))),
+    "response": ("a string", (str,)),
     "remove_sample": ("True or False", (bool, Integral)),
     "non_generation_time": ("a number of seconds", (float, Real)),
     "spec_info": ("a Sample.SpecInfo", (Sample.SpecInfo,)),
     "prefix_cache_info": ("a Sample.PrefixCacheInfo", (Sample.PrefixCacheInfo,)),
 }
-"""Allowed values of a sample's fields, in words and as types; those that are not named here may be anything."""
+"""Allowed values of a sample's fields, in words and as types.  Fields not listed here may hold anything."""
 _NO_LISTS = (str, bytes, Mapping, set, frozenset)
 
 
 def check_samples(value: Any, says: Any, *, error: type[Exception] = HookError) -> None:
-    """Check the samples that a plug-in made or changed, however deep they are nested in lists.
+    """Check the samples that a plug-in created or changed, however deeply they are nested in lists.
 
-    ``metadata`` that is None becomes an empty dict, since others look into it; the reward becomes ``plain_reward``.
+    Normalizes them in place: ``metadata`` None becomes an empty dict, and the reward becomes ``plain_reward(reward)``.
 
     Args:
-        value: what it returned.
-        says: beginning of the error, such as the call of the plug-in.
-        error: raised.
+        value: Return value of the plug-in.
+        says: Start of the error message, for example the plug-in call.
+        error: Exception type to raise.
 
     Raises:
-        HookError: there is something else among them, or a field of one holds an unusable value.
+        HookError: ``value`` holds something other than Samples, or a field holds an unusable value.  The type is
+            ``error``.
     """
     if isinstance(value, list | tuple):
         for item in value:
             check_samples(item, says, error=error)
         return
     if not isinstance(value, Sample):
-        raise error(f"{says} {_shown(value)} in the place of a Sample; only Samples, and lists of them, belong there.")
+        raise error(f"{says} {_shown(value)} instead of a Sample; only Samples, and lists of them, are allowed.")
     for name, (words, kinds) in _FIELDS.items():
         given = getattr(value, name)
         is_kind = isinstance(given, kinds)
@@ -101,7 +103,7 @@ def check_samples(value: Any, says: Any, *, error: type[Exception] = HookError) 
 
 
 def plain_reward(reward: Any) -> Any:
-    """Return the number of a tensor that holds one, also within a dict; anything else as it is."""
+    """Convert single-element tensors, including dict values, to Python numbers; return anything else unchanged."""
     if isinstance(reward, dict) and any(isinstance(entry, Tensor) for entry in reward.values()):
         return {name: plain_reward(entry) for name, entry in reward.items()}
     return reward.item() if isinstance(reward, Tensor) and reward.numel() == 1 else reward
@@ -113,7 +115,7 @@ def _shown(value: Any) -> str:
 
 @dataclass
 class RolloutFnTrainOutput:
-    """Groups of samples to train on; ``samples[group][sibling]``, one level deeper where an execution fanned out."""
+    """Groups of samples to train on: ``samples[group][entry]``, one level deeper where an execution fanned out."""
 
     samples: list[list[Sample]]
     metrics: dict[str, Any] | None = None
@@ -121,24 +123,24 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """Results of an evaluation: ``data[dataset] = {"rewards": [...], "truncated": [...], "samples": [...]}``."""
+    """Evaluation results: ``data[dataset] = {"rewards": [...], "truncated": [...], "samples": [...]}``."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] | None = None
 
 
 def eval_samples(output: RolloutFnEvalOutput) -> list[Sample]:
-    """Return the samples of every data set; an evaluation function of the user's may give none."""
+    """Return the samples of every data set; a user-defined evaluation function may omit them."""
     return [sample for result in output.data.values() for sample in result.get("samples") or ()]
 
 
 def call_rollout_fn(
     fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Call a rollout function; a bare list or dict, as older functions return, is wrapped.
+    """Call a rollout function and wrap a bare list or dict, which older functions return, in its output type.
 
     Raises:
-        HookError: it returned something that is neither.
+        HookError: the function returned anything else, or a part of its output has the wrong type.
     """
     output = fn(*args, **kwargs, evaluation=evaluation)
     name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', fn)}"
@@ -161,7 +163,7 @@ def call_rollout_fn(
     for data_set, result in output.data.items():
         _check_part(name, f"data[{data_set!r}]", result, Mapping)
         if "rewards" not in result:
-            raise HookError(f"{name} returned data[{data_set!r}], which has no rewards; it must be a list of them.")
+            raise HookError(f"{name} returned data[{data_set!r}] without 'rewards'; it must hold a list of rewards.")
         _check_part(name, f"data[{data_set!r}]['rewards']", result["rewards"], list, tuple)
         for key in ("truncated", "samples"):
             _check_part(name, f"data[{data_set!r}][{key!r}]", result.get(key), list, tuple, _NOTHING)

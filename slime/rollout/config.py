@@ -1,7 +1,7 @@
 """The flags that rollouts read, as one frozen config.
 
-Plug-ins call ``GenerateState``, ``generate`` and their like with small namespaces; a flag missing there has its
-default.
+Plug-ins call ``GenerateState``, ``generate`` and similar functions with partial namespaces; missing flags take their
+defaults.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from slime.flags.weight_sync import add_weight_sync_arguments
 from slime.utils.net import http_url
 
 DEFAULT_RETRIES = 60
-"""Repetitions of a request that no engine takes, about a second apart."""
+"""Retries of a request that no engine accepts, about one second apart."""
 BAD_ANSWER_MARGIN_S = 30.0
-"""Time that a request waits for the replacement of its engine, after the health monitor has evicted it."""
+"""Seconds a request waits for a replacement engine after the health monitor has evicted its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Flags of a rollout, named as the attributes of ``args``."""
+    """Rollout flags, under their ``args`` attribute names."""
 
-    # Engines, and how they are reached; the flags of SGLang and its router have their defaults here
+    # Engines and routing.  Defaults for flags of SGLang and its router are set here.
     hf_checkpoint: str = ""
     sglang_router_ip: str | None = None
     sglang_router_port: int | None = None
@@ -80,15 +80,15 @@ class RolloutConfig:
 
     @property
     def fault_detection_s(self) -> float:
-        """Seconds within which the health monitor evicts an engine of no use."""
+        """Seconds within which the health monitor evicts an unusable engine."""
         return self.rollout_health_check_interval + self.rollout_health_check_timeout
 
     @property
     def request_retries(self) -> int:
-        """Repetitions of a request that fails.
+        """Retries of a failing request.
 
-        Without ``--use-fault-tolerance`` the run then ends and names the engine.  With it the engine is replaced, and
-        the request is repeated until a new one can have started.
+        Without ``--use-fault-tolerance`` the run then ends with an error that names the engine.  With it, the request
+        is retried long enough for a replacement engine to start.
         """
         if not self.use_fault_tolerance:
             return DEFAULT_RETRIES
@@ -96,18 +96,18 @@ class RolloutConfig:
 
     @property
     def bad_answer_patience_s(self) -> float:
-        """Seconds during which answers that cannot be used are asked for again: until their engine is evicted."""
+        """Seconds during which requests with unusable answers are retried, so that their engine can be evicted."""
         return self.fault_detection_s + BAD_ANSWER_MARGIN_S if self.use_fault_tolerance else 0.0
 
     def routing_headers(self, session_id: str | None) -> dict[str, str]:
-        """Return the headers that keep the requests of a session at one engine."""
+        """Return the headers that pin the requests of a session to one engine."""
         if self.router_policy == "consistent_hashing" and session_id:
             return {"X-SMG-Routing-Key": session_id}
         return {}
 
 
 def rollout_config(args: Namespace) -> RolloutConfig:
-    """Return the config that ``args``, complete or not, gives."""
+    """Build the config from ``args``, which may be incomplete."""
     return read_config(
         RolloutConfig,
         args,

@@ -1,7 +1,7 @@
-"""The source of prompt groups, the buffer of returned ones, and how both survive a restart.
+"""The source of prompt groups, the buffer of returned groups, and saving and restoring both.
 
-A *group* is ``--n-samples-per-prompt`` copies of one data row.  Which group comes next depends only on the seed and
-on how many were taken before: the position is a handful of counters, saved beside every checkpoint.
+A *group* is ``--n-samples-per-prompt`` copies of one data row.  The next group depends only on the seed and on the
+number of groups taken so far, so the position is a handful of counters, saved with every checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["DataSource", "RolloutDataSource", "RolloutDataSourceWithBuffer", "po
 logger = logging.getLogger(__name__)
 
 OpenDataset = Callable[[Mapping[str, Any]], Dataset]
-"""Called with the entry of a data set: its path, and maybe keys of its own for prompts and labels."""
+"""Opens a data set entry: a mapping with ``path`` and optionally its own ``input_key`` and ``label_key``."""
 
 
 def state_path(folder: str, rollout_id: int) -> Path:
@@ -52,7 +52,7 @@ class DataSource(abc.ABC):
 
     @abc.abstractmethod
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Take groups back; they come again before new ones."""
+        """Take groups back; ``get_samples`` returns them before new ones."""
 
     @abc.abstractmethod
     def save(self, rollout_id: int) -> None:
@@ -64,20 +64,20 @@ class DataSource(abc.ABC):
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """Return the prompts in an epoch."""
+        """Return the number of prompts in an epoch."""
 
 
 class RolloutDataSource(DataSource):
     """Groups from ``--prompt-data``, epoch after epoch.
 
-    Invariant: ``sample_offset`` rows of epoch ``epoch_id`` were taken, and every row of the epochs before it.
+    Invariant: all rows of earlier epochs and the first ``sample_offset`` rows of epoch ``epoch_id`` have been taken.
     Without a prompt file (``--disable-rollout-global-dataset``) groups hold empty samples.
     """
 
     dataset: Any = None
-    """A ``Dataset``, or what a subclass has in its place; None without a prompt file."""
+    """A ``Dataset``, or a subclass's replacement for it; None without a prompt file."""
     _rendering: Mapping[str, Any] = MappingProxyType({})
-    """What decides, beside the rows, how a prompt reads: flag -> its value, or a digest."""
+    """Settings that affect the rendered prompt besides the rows: flag -> value or digest."""
 
     def __init__(self, args: Namespace) -> None:
         self.args = args
@@ -122,7 +122,7 @@ class RolloutDataSource(DataSource):
         return open_one
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Return the next ``num_samples`` groups; at the end of an epoch the next one begins."""
+        """Return the next ``num_samples`` groups, continuing into the next epoch as needed."""
         return [self._new_group(row) for row in self._next_rows(num_samples)]
 
     def _next_rows(self, num_rows: int) -> list[Sample]:
@@ -143,7 +143,7 @@ class RolloutDataSource(DataSource):
     def _new_group(self, row: Sample) -> list[Sample]:
         group = []
         for _ in range(self.args.n_samples_per_prompt):
-            # Siblings share the pictures themselves, which nobody changes.
+            # Siblings share the images, which are never modified.
             sample = copy.deepcopy(row, {id(item): item for item in media_of(row)})
             sample.group_index = self.sample_group_index
             sample.index = self.sample_index
@@ -153,14 +153,14 @@ class RolloutDataSource(DataSource):
         return group
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Refuse them: this source has no buffer."""
+        """Raise ConfigError: this source has no buffer."""
         raise ConfigError(
             f"{type(self).__name__} cannot take groups back; "
             "set --data-source-path slime.rollout.data_source.RolloutDataSourceWithBuffer."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the present state; later calls of this object do not change it."""
+        """Return the current state, which later calls on this object do not change."""
         return {
             "sample_offset": self.sample_offset,
             "epoch_id": self.epoch_id,
@@ -173,7 +173,7 @@ class RolloutDataSource(DataSource):
         }
 
     def _order(self) -> dict[str, Any]:
-        """Return what decides which prompt comes at which position: flag -> its value, or the digest of its data."""
+        """Return the settings that determine the order of prompts: flag -> value, or digest of its data."""
         digests = self._row_digests().values()
         if not digests:
             return {}
@@ -186,15 +186,15 @@ class RolloutDataSource(DataSource):
         return getattr(self.dataset, "digests", {})
 
     def content_digest(self) -> str:
-        """Return a text that tells what prompts, graders and tools get from these data from what others would give."""
+        """Return a digest, as hex text, of everything that prompts, graders and tools get from this data."""
         rows = {name: digests.state["fields"] for name, digests in self._row_digests().items()}
         return f"{digest_of([rows, dict(self._rendering)]):016x}"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``.
+        """Continue from ``state``.
 
         Raises:
-            DataError: it is no position in this data.
+            DataError: ``state`` is not a position in this data.
         """
         _check_counters(state)
         self._check_order(state)
@@ -207,7 +207,7 @@ class RolloutDataSource(DataSource):
             self.dataset.shuffle(self.epoch_id)
 
     def _check_order(self, state: Mapping[str, Any]) -> None:
-        """Check that a saved position counts the same rows in the same order."""
+        """Check that a saved position refers to the same rows in the same order."""
         if self.dataset is None:
             return
         order, saved = self._order(), state.get("order", {})
@@ -217,7 +217,9 @@ class RolloutDataSource(DataSource):
             del order["--prompt-data"]
         else:
             unknown = [flag for flag in order if flag not in saved] + ["metadata, tools and images of --prompt-data"]
-            logger.info("The data position is of an earlier version: %s cannot be compared.", ", ".join(unknown))
+            logger.info(
+                "The data position was saved by an earlier version: %s cannot be compared.", ", ".join(unknown)
+            )
         changed += [
             f"{flag} was {_shown(saved[flag])} and is {_shown(order[flag])}"
             for flag in order
@@ -239,12 +241,12 @@ class RolloutDataSource(DataSource):
         logger.warning("%s Some prompts of epoch %d are repeated or left out.", message, state["epoch_id"])
 
     def save(self, rollout_id: int, state: Mapping[str, Any] | None = None) -> None:
-        """Store the state after rollout ``rollout_id`` under ``--save``, whole or not at all.
+        """Atomically store the state after rollout ``rollout_id`` under ``--save``.
 
         Args:
-            rollout_id: the last rollout that the state counts as consumed.
-            state: an earlier ``state_dict()`` to store in place of the present one, for callers that have taken
-                later groups already.
+            rollout_id: Last rollout that the state counts as consumed.
+            state: An earlier ``state_dict()`` to store instead of the current one, for callers that have already taken
+                later groups.
         """
         if self.args.save is None:
             raise ConfigError("The data source cannot be saved: --save is not set.")
@@ -253,14 +255,14 @@ class RolloutDataSource(DataSource):
         write_state(path, content, what="The data position")
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Go on from the state stored after rollout ``rollout_id`` under ``--load``.
+        """Continue from the state stored after rollout ``rollout_id`` under ``--load``.
 
         Args:
-            rollout_id: by default the one before ``args.start_rollout_id``.  Below 0 nothing was consumed yet, and
-                there is nothing to load.
+            rollout_id: Defaults to the rollout before ``args.start_rollout_id``.  If negative, nothing has been
+                consumed and nothing is loaded.
 
         Raises:
-            DataError: a rollout was done before, but its state is missing or cannot be read.
+            DataError: the state is missing, cannot be read, or belongs to other data.
         """
         if rollout_id is None:
             rollout_id = (self.args.start_rollout_id or 0) - 1
@@ -278,20 +280,20 @@ class RolloutDataSource(DataSource):
             logger.info("Data position after rollout %d restored from %s", rollout_id, path)
         elif self.dataset is not None:
             raise DataError(
-                f"Training goes on at rollout {rollout_id + 1}, but the data position {path} is missing; it is saved "
-                "together with every checkpoint. Restore the file, load an earlier checkpoint with --ckpt-step, or "
-                "begin anew with --start-rollout-id 0."
+                f"Training continues at rollout {rollout_id + 1}, but the data position {path} is missing; every "
+                "checkpoint has one. Restore the file, load an earlier checkpoint with --ckpt-step, or start over "
+                "with --start-rollout-id 0."
             )
 
     def __len__(self) -> int:
-        """Return the prompts in an epoch; 0 without a prompt file."""
+        """Return the number of prompts in an epoch; 0 without a prompt file."""
         return 0 if self.dataset is None else len(self.dataset)
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """The default source: returned groups first, then new ones.
+    """The default source: buffered groups first, then new ones.
 
-    Invariant: a group is in the buffer or was handed out, never both.
+    Invariant: a group is either in the buffer or handed out, never both.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -300,7 +302,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer_filter = pop_first if args.buffer_filter_path is None else load_function(args.buffer_filter_path)
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Return the next ``num_samples`` groups, those that the buffer filter picks before new ones."""
+        """Return the next ``num_samples`` groups: those that the buffer filter picks, then new ones."""
         groups = self._take_from_buffer(num_samples)
         return groups + super().get_samples(num_samples - len(groups))
 
@@ -313,20 +315,20 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return check_taken(taken, self.buffer, num_samples, path)
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        """Put groups at the end of the buffer: aborted ones and finished ones that were not needed."""
+        """Append groups to the buffer: aborted ones, and finished ones that were not needed."""
         check_groups(samples, self.args.n_samples_per_prompt)
         _warn_of_objects(samples)
         self.buffer.extend(samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the present state, the buffer included; later changes of the samples do not change it."""
+        """Return the current state including the buffer; later changes to the samples do not affect it."""
         return super().state_dict() | {"buffer": groups_to_state(self.buffer)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``; one without a buffer empties the buffer.
+        """Continue from ``state``; a state without a buffer empties the buffer.
 
         Raises:
-            DataError: it is no position in this data, or its buffer has groups of another size.
+            DataError: ``state`` is not a position in this data, or its buffer holds groups of another size.
         """
         super().load_state_dict(state)
         buffer = groups_from_state(state.get("buffer") or [])
@@ -343,11 +345,11 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return len(self.buffer)
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return the notes that plug-ins keep with the data position."""
+        """Return the metadata that plug-ins store with the data position."""
         return self.metadata
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Add to the notes; they are saved and restored with the position."""
+        """Update the metadata, which is saved and restored with the position."""
         self.metadata.update(metadata)
         _warn_of_objects(self.metadata, "metadata")
 
@@ -357,8 +359,8 @@ def _check_counters(state: Mapping[str, Any]) -> None:
         value = state.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise DataError(
-                f"The data position says {name} = {value!r}, which must be a number from 0 on; load another "
-                "checkpoint with --ckpt-step."
+                f"The data position has {name} = {value!r}; it must be a whole number >= 0. Load another checkpoint "
+                "with --ckpt-step."
             )
 
 
@@ -372,14 +374,18 @@ def _shown(value: Any) -> str:
 def pop_first(
     args: Namespace, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int
 ) -> list[list[Sample]]:
-    """Take the oldest ``num_samples`` groups out of ``buffer``; the default ``--buffer-filter-path``."""
+    """Remove and return the oldest ``num_samples`` groups of ``buffer``; the default ``--buffer-filter-path``."""
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken
 
 
 def check_taken(taken: Any, buffer: list[list[Sample]], num_samples: int, filter_name: str) -> list[list[Sample]]:
-    """Return the groups of a buffer filter, once it is sure that none can be trained twice because of it."""
+    """Return the groups that a buffer filter picked, after checking that none can be trained twice.
+
+    Raises:
+        HookError: the filter returned too many groups, no list, or a group that is still in the buffer.
+    """
     if not isinstance(taken, list) or len(taken) > num_samples:
         got = f"{len(taken)} groups" if isinstance(taken, list) else type(taken).__name__
         raise HookError(f"{filter_name} returned {got}; it must return a list of at most {num_samples} groups.")
@@ -390,7 +396,7 @@ def check_taken(taken: Any, buffer: list[list[Sample]], num_samples: int, filter
 
 
 def check_groups(groups: list[list[Sample]], n_samples_per_prompt: int) -> None:
-    """Raise a DataError unless every group holds one entry per sample of its prompt."""
+    """Raise DataError unless every group has ``n_samples_per_prompt`` entries."""
     for group in groups:
         if len(group) != n_samples_per_prompt:
             raise DataError(
@@ -400,7 +406,7 @@ def check_groups(groups: list[list[Sample]], n_samples_per_prompt: int) -> None:
 
 
 def _warn_of_objects(value: Any, name: str = "Sample") -> None:
-    """Say at once, not after a restart, what a checkpoint's data position lacks."""
+    """Warn immediately, not after a restart, about values that a checkpoint's data position cannot hold."""
     if isinstance(value, list):
         for item in value:
             _warn_of_objects(item)
@@ -413,20 +419,20 @@ def _warn_of_objects(value: Any, name: str = "Sample") -> None:
 
 
 def groups_to_state(groups: list[Any]) -> list[Any]:
-    """Return plain values that share nothing with the samples, so that they stay as they are while the samples grow.
+    """Return plain values that share nothing with the samples, so growing samples do not change them.
 
-    Going through pickle is about five times as fast as ``copy.deepcopy`` on long token lists.  What cannot be pickled
-    (a client that a hook left on a sample) is left out.
+    A round trip through pickle is about five times as fast as ``copy.deepcopy`` on long token lists.  Objects that
+    cannot be pickled (such as a client that a hook left on a sample) are left out.
     """
     plain = _to_plain(groups)
     try:
         return pickle.loads(pickle.dumps(plain, protocol=pickle.HIGHEST_PROTOCOL))
-    except Exception:  # Anything may be raised: the objects are the user's.
+    except Exception:  # user-defined objects may raise anything
         return plain_values.loads(plain_values.dumps(plain), where="The buffer")
 
 
 def groups_from_state(state: list[Any]) -> list[Any]:
-    """Return the groups that ``groups_to_state`` stored; they share nothing with ``state``."""
+    """Rebuild the groups that ``groups_to_state`` stored, sharing nothing with ``state``."""
     return _from_plain(pickle.loads(pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)))
 
 

@@ -1,17 +1,17 @@
-"""Requests to the router and to the engines: generation, and the short ones beside it (aborts, loads, worker lists).
+"""Requests to the router and the engines: generation, and short control requests (aborts, loads, worker lists).
 
-The short ones use separate connections.  In the pool of ``slime.utils.http_utils`` every connection may be held by a
-running generation, and an abort that waits for one of these to end would wait for what it is there to stop.
+Control requests use separate connections.  Running generations may hold every connection of the pool in
+``slime.utils.http_utils``, and an abort must not wait for the very requests that it should stop.
 
-Some requests for generation must not pass the router, because it would lose a part of them.
-The PyPI sglang-router parses ``/generate`` into its own types and serialises them again; what its types lack is gone.
-``ROUTER_KEEPS_*`` is what 0.3.2 hands on, measured field by field (tests/unit/rollout/test_engine_client.py does it
-again with the installed router).  ``return_routed_experts``, ``custom_params`` (top-p replay), ``logit_bias`` and
-``stop_regex`` are lost, and change what training sees.  ``spaces_between_special_tokens`` is lost too, but the
-decoders of transformers 5 do not read it.
+Some generation requests must bypass the router.  The PyPI sglang-router parses ``/generate`` into its own types and
+serializes them again, which drops every field that its types do not have.  ``ROUTER_KEEPS_*`` lists the fields that
+version 0.3.2 forwards, measured field by field; tests/unit/rollout/test_engine_client.py repeats the measurement with
+the installed router.  It drops ``return_routed_experts``, ``custom_params`` (top-p replay), ``logit_bias`` and
+``stop_regex``, which changes the training data.  It also drops ``spaces_between_special_tokens``, which the decoders
+of transformers 5 do not read.
 
-A request with a lost field goes straight to a worker of the router's list: the least loaded one, or the one of its
-session where ``--router-policy`` keeps sessions together.  Every other request goes through the router.
+A request with a dropped field goes directly to a worker in the router's list: the worker of its session if
+``--router-policy`` keeps sessions together, otherwise the least loaded one.  All other requests go through the router.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _POST_RETRIES_PER_WORKER = 3
 _RETRY_WAIT_S = 1.0
 
 KEEP_SESSIONS = ("consistent_hashing", "manual")
-"""Policies of the router that send requests of one session to one worker."""
+"""Router policies that send all requests of a session to one worker."""
 
 _control = separate_sessions(max_connections=0, timeout_s=CONTROL_TIMEOUT_S)
 
@@ -74,7 +74,7 @@ async def control_get(url: str) -> Any:
     """Return the JSON at ``url``.
 
     Raises:
-        EngineError: no answer within ``CONTROL_TIMEOUT_S`` seconds, a status of 400 or more, or no JSON.
+        EngineError: no answer within ``CONTROL_TIMEOUT_S`` seconds, a status >= 400, or a body that is not JSON.
     """
     try:
         async with _control.current().get(url, headers=job_headers(url)) as response:
@@ -85,7 +85,7 @@ async def control_get(url: str) -> Any:
 
 
 async def control_post(url: str, payload: Any) -> None:
-    """Post JSON and ignore the answer; raise as ``control_get`` does."""
+    """Post JSON and ignore the response body; errors are those of ``control_get``."""
     try:
         async with _control.current().post(url, json=payload, headers=job_headers(url)) as response:
             response.raise_for_status()
@@ -94,15 +94,15 @@ async def control_post(url: str, payload: Any) -> None:
 
 
 async def worker_urls(config: RolloutConfig) -> list[str]:
-    """Return the engines that the router knows."""
+    """Return the URLs of the engines that the router knows."""
     return [worker["url"] for worker in await list_workers(f"{config.router_url}/workers")]
 
 
 async def list_workers(list_url: str) -> list[dict[str, Any]]:
-    """Return the entries of a router's list; requests to these engines carry the job's secret from then on.
+    """Return the entries of a router's worker list, and register them as job servers, which get the job's secret.
 
     Raises:
-        EngineError: it does not answer, or not with a list of engines.
+        EngineError: the router does not answer, or its answer is not a list of engines.
     """
     answer = await control_get(list_url)
     workers = answer.get("workers", []) if isinstance(answer, dict) else None
@@ -113,10 +113,10 @@ async def list_workers(list_url: str) -> list[dict[str, Any]]:
 
 
 async def abort_engines(config: RolloutConfig) -> None:
-    """Ask every engine to end all its requests; one that does not answer is logged and left to its monitor.
+    """Ask every engine to abort all its requests; engines that do not answer are logged and left to their monitor.
 
-    The engines are asked directly, because routers do not pass ``/abort_request`` on; the router only names them.  One
-    that does not is being started again: callers repeat the abort until they have what they want.
+    Routers do not forward ``/abort_request``, so the request goes to each engine directly; the router only lists them.
+    A router that does not answer is restarting: callers repeat the abort until nothing is pending.
     """
 
     async def abort_one(url: str) -> None:
@@ -134,7 +134,7 @@ async def abort_engines(config: RolloutConfig) -> None:
 
 
 async def engine_loads(config: RolloutConfig) -> dict[str, int | None]:
-    """Return the number of requests that each engine holds; None where it does not say."""
+    """Return the number of requests that each engine holds, by URL; None for engines that do not report it."""
 
     async def load_of(url: str) -> int | None:
         try:
@@ -148,7 +148,7 @@ async def engine_loads(config: RolloutConfig) -> dict[str, int | None]:
 
 
 async def busy_engines(config: RolloutConfig) -> str:
-    """Return the engines that hold requests, as ``url (count)`` for an error; empty when none does."""
+    """Return the engines that hold requests as ``url (count), ...`` for an error message; empty if none does."""
     try:
         loads = await asyncio.wait_for(engine_loads(config), timeout=10)
     except (ProcessError, TimeoutError) as error:
@@ -157,7 +157,10 @@ async def busy_engines(config: RolloutConfig) -> str:
 
 
 def count_requests(loads: Any) -> int:
-    """Count the requests in an answer of ``/v1/loads``: an entry per data-parallel rank, in a list or under ``loads``.
+    """Sum the request counts in a response of ``/v1/loads``.
+
+    Args:
+        loads: One entry per data-parallel rank, as a list or under the key ``loads``.
 
     Raises:
         ValueError: an entry has none of the known counters.
@@ -178,7 +181,7 @@ def count_requests(loads: Any) -> int:
 
 
 async def engine_versions(config: RolloutConfig) -> list[str]:
-    """Return the weight version of each engine that tells one."""
+    """Return the weight version of each engine that reports one."""
 
     async def ask(url: str) -> Any:
         try:
@@ -199,7 +202,7 @@ async def engine_versions(config: RolloutConfig) -> list[str]:
 
 
 def lost_fields(payload: dict[str, Any]) -> list[str]:
-    """Return the fields of a ``/generate`` payload that the PyPI router loses and that change the answer."""
+    """Return the fields of a ``/generate`` payload that the PyPI router drops and that change the answer."""
     lost = [name for name, value in payload.items() if value is not None and name not in ROUTER_KEEPS_FIELDS]
     params = payload.get("sampling_params") or {}
     keeps = ROUTER_KEEPS_SAMPLING_PARAMS | HARMLESS_TO_LOSE
@@ -209,7 +212,7 @@ def lost_fields(payload: dict[str, Any]) -> list[str]:
 
 @cache
 def _router_passes_everything() -> bool:
-    """Return True for slime's fork of the router, which hands unknown fields on."""
+    """Return True for slime's fork of the router, which forwards unknown fields."""
     try:
         return "slime" in metadata.version("sglang-router")
     except metadata.PackageNotFoundError:
@@ -217,16 +220,16 @@ def _router_passes_everything() -> bool:
 
 
 def router_would_drop(payload: dict[str, Any]) -> bool:
-    """Return True when the payload must not pass the installed router."""
+    """Return True if the payload must bypass the installed router."""
     return bool(lost_fields(payload)) and not _router_passes_everything()
 
 
 class NotForWorkers(EngineError):
-    """The workers are of a kind that cannot be asked without the router."""
+    """The router lists prefill or decode workers, which cannot be addressed without it."""
 
 
 class WorkerPicker(metaclass=SingletonMeta):
-    """Choice of a worker of the router's list.  Invariant: ``in_flight`` counts our own unanswered requests."""
+    """Picks a worker from the router's list.  Invariant: ``in_flight`` counts this process's unanswered requests."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._list_url = f"{config.router_url}/workers"
@@ -236,7 +239,12 @@ class WorkerPicker(metaclass=SingletonMeta):
         self.in_flight: Counter[str] = Counter()
 
     async def urls(self, *, refresh: bool = False) -> list[str]:
-        """Return the regular workers; asked again after five seconds."""
+        """Return the healthy regular workers; the list is cached for ``_WORKER_LIST_MAX_AGE_S`` seconds.
+
+        Raises:
+            NotForWorkers: the router lists prefill or decode workers.
+            EngineError: the router does not answer.
+        """
         if refresh or time.monotonic() - self._listed_at > _WORKER_LIST_MAX_AGE_S:
             workers = await list_workers(self._list_url)
             special = [w["url"] for w in workers if w.get("worker_type", "regular") != "regular"]
@@ -244,16 +252,16 @@ class WorkerPicker(metaclass=SingletonMeta):
                 raise NotForWorkers(
                     f"Routing replay and top-p replay need fields that this sglang-router drops, and {special[0]} is "
                     "a prefill or decode worker, which only a router can address. Use regular workers, or a router "
-                    "that hands the fields on."
+                    "that forwards these fields."
                 )
             self._urls = sorted(w["url"] for w in workers if w.get("is_healthy", True))
             self._listed_at = time.monotonic()
         return self._urls
 
     def choose(self, urls: list[str], session_id: str | None) -> str:
-        """Return the least loaded of ``urls``, or the one of the session where the policy keeps sessions together."""
+        """Return the session's worker if the policy keeps sessions together, otherwise the least loaded worker."""
         if self._keeps_sessions and session_id:
-            # Rendezvous hashing: a worker that goes moves only its own sessions.
+            # Rendezvous hashing: a removed worker moves only its own sessions.
             return max(urls, key=lambda url: hashlib.blake2b(f"{session_id} {url}".encode()).digest())
         return min(urls, key=lambda url: self.in_flight[url])
 
@@ -269,15 +277,17 @@ class WorkerPicker(metaclass=SingletonMeta):
 
 @cache
 def _announce(fields: tuple[str, ...]) -> None:
-    """Say once for each set of fields that the router is bypassed."""
-    logger.warning("Requests with %s go straight to the workers: sglang-router would drop these.", ", ".join(fields))
+    """Log once for each set of fields that requests bypass the router."""
+    logger.warning(
+        "Requests with %s go directly to workers: sglang-router would drop these fields.", ", ".join(fields)
+    )
 
 
 async def post_to_worker(config: RolloutConfig, payload: dict[str, Any], *, session_id: str | None) -> Any:
-    """Post ``/generate`` to a worker; when that one fails, to another, a bounded number of times.
+    """Post ``/generate`` to a worker; if it fails, try others a bounded number of times.
 
     Raises:
-        EngineError: there is no worker, or every attempt failed.
+        EngineError: the router lists no worker, or every attempt failed.
     """
     _announce(tuple(lost_fields(payload)))
     picker = WorkerPicker(config)
@@ -292,15 +302,15 @@ async def post_to_worker(config: RolloutConfig, payload: dict[str, Any], *, sess
             urls = await picker.urls(refresh=last_error is not None)
         except NotForWorkers:
             raise
-        except ProcessError as error:  # the router may be starting again
+        except ProcessError as error:  # the router may be restarting
             last_error = error
             num_failed += 1
             continue
-        # Those that failed are asked again when all have: they may have been replaced at their old address.
+        # Once all have failed, retry all: a replacement may have started at an old address.
         fresh = [url for url in urls if url not in failed] or urls
         if not fresh:
             last_error = EngineError("The router lists no worker.")
-            # With fault tolerance one will come, or the run ends.
+            # With fault tolerance a new worker will appear, or the run will end.
             num_failed += not config.use_fault_tolerance or time.monotonic() >= deadline_s
             continue
         url = picker.choose(fresh, session_id)
@@ -311,7 +321,7 @@ async def post_to_worker(config: RolloutConfig, payload: dict[str, Any], *, sess
                 )
         except ProcessError as error:
             if isinstance(error, HttpStatusError) and error.status not in RETRIED_STATUSES:
-                raise  # the request is at fault, and would be everywhere
+                raise  # the request is at fault and would fail on every worker
             logger.warning("Worker %s failed (%s); trying another.", url, error)
             failed.append(url)
             last_error = error
@@ -323,7 +333,7 @@ async def post_to_worker(config: RolloutConfig, payload: dict[str, Any], *, sess
 
 
 async def send(config: RolloutConfig, payload: dict[str, Any], session_id: str | None) -> Any:
-    """Post through the router, or straight to a worker when the router would lose a field that matters."""
+    """Post through the router, or directly to a worker if the router would drop a field that matters."""
     if router_would_drop(payload):
         return await post_to_worker(config, payload, session_id=session_id)
     return await post(

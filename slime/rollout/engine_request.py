@@ -1,4 +1,4 @@
-"""From a sample to the body of a request, and from the engine's answer back to the sample.
+"""Builds the body of a request from a sample, and appends the engine's answer to the sample.
 
 A sample that already holds tokens (a partial rollout) is continued: its tokens are the input, and its response so far
 counts against ``max_new_tokens``.
@@ -30,13 +30,13 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 BAD_ANSWER_WAIT_S = 2.0
-"""Between an answer that cannot be used and the next try."""
+"""Seconds between an unusable answer and the next attempt."""
 
 
 MAX_PROCESSED = 64
-"""Prompts whose images stay processed, for siblings that are asked next."""
+"""Number of prompts whose processed images are cached for their siblings."""
 _PROCESSED: dict[tuple[Any, ...], tuple[list[Any], list[int], dict[str, Any]]] = {}
-"""(prompt, identities of its pictures) -> (the pictures, which keeps the identities theirs; ids; train inputs)."""
+"""(prompt, ids of its images) -> (images, token ids, train inputs).  Holding the images keeps their ``id()`` valid."""
 
 
 def training_sampling_params(config: RolloutConfig) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def training_sampling_params(config: RolloutConfig) -> dict[str, Any]:
         "spaces_between_special_tokens": False,
     }
     if config.rollout_top_p != 1.0:
-        # The trainer renormalises over the nucleus that the engine sampled from, so it needs the ids in it.
+        # The trainer renormalizes over the nucleus that the engine sampled from, so it needs the nucleus's token ids.
         params["custom_params"] = {TOP_P_ASK: True}
     return params
 
@@ -61,9 +61,9 @@ def training_sampling_params(config: RolloutConfig) -> dict[str, Any]:
 def _prepare_prompt_ids(
     sample: Sample, tokenizer: Any, processor: Any, encode: Callable[[str], list[int]] | None = None
 ) -> list[int]:
-    """Return the token ids to send: those of the sample, else its prompt, tokenised (by ``encode`` where given).
+    """Return the token ids to send: the sample's tokens, or else its prompt tokenized by ``encode`` or ``tokenizer``.
 
-    Multimodal prompts go through the processor, whose other outputs (pixels, grids) stay on the sample for the
+    Multimodal prompts go through the processor.  Its other outputs (pixels, grids) are stored on the sample for the
     trainer.
     """
     is_prepared = not sample.multimodal_inputs or sample.multimodal_train_inputs is not None
@@ -83,8 +83,10 @@ def _prepare_prompt_ids(
 
 
 def processed(text: str, sample: Sample, processor: Any) -> tuple[list[int], dict[str, Any] | None]:
-    """Return the ids of a text with the images of a sample, and what the trainer gets: tensors that siblings share,
-    computed once.
+    """Tokenize a text with the images of a sample.
+
+    Returns:
+        The token ids, and the trainer's multimodal inputs: tensors computed once and shared by siblings, or None.
     """
     media = media_of(sample)
     key = (text, *map(id, media))
@@ -99,9 +101,13 @@ def processed(text: str, sample: Sample, processor: Any) -> tuple[list[int], dic
 def add_images(
     sample: Sample, messages: list[dict[str, Any]], text: str, processor: Any
 ) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
-    """Return the ids of messages with images, rendered as ``text``, and what the sample then has of images.
+    """Tokenize messages that add images to a sample; the sample itself is not changed.
 
-    The latter are ``multimodal_inputs`` and ``multimodal_train_inputs``; the sample is left as it is.
+    Args:
+        text: The messages rendered by the chat template.
+
+    Returns:
+        The token ids, and the sample's new ``multimodal_inputs`` and ``multimodal_train_inputs``.
 
     Raises:
         DataError: an image cannot be used, or the model has no processor.
@@ -118,9 +124,9 @@ def add_images(
 
 
 def drew_image(sample: Sample, processor: Any) -> bool:
-    """Return True when the policy drew a token that represents an image or video, or begins a video of GLM-4V.
+    """Return True if the policy drew an image or video placeholder token, or GLM-4V's video start token.
 
-    Such a sample cannot be continued: engine and trainer would take the token for the place of a picture.
+    Such a sample cannot be continued: engine and trainer would take the token for an image position.
     """
     names = () if processor is None else ("image_token_id", "video_token_id", "video_start_id")
     media = {vars(processor).get(name) for name in names}
@@ -132,8 +138,10 @@ def drew_image(sample: Sample, processor: Any) -> bool:
 def _payload(
     config: RolloutConfig, sample: Sample, input_ids: list[int], params: dict[str, Any], image_token: int | None = None
 ) -> dict[str, Any]:
-    """Return the request's body.  Where ``image_token`` is known, ids keep the tokens as drawn; one represents each
-    image, which the engine's processor puts in its place.
+    """Return the body of a request.
+
+    If ``image_token`` is known, a request with images sends token ids, which keep the drawn tokens exactly, with one
+    placeholder token per image for the engine's processor to expand.  Otherwise it sends text.
     """
     payload: dict[str, Any] = {"sampling_params": params, "return_logprob": True}
     if config.use_rollout_routing_replay:
@@ -141,8 +149,8 @@ def _payload(
     shown = sample.multimodal_inputs or {}
     if others := [kind for kind, items in shown.items() if items and kind != "images"]:
         raise DataError(
-            f"Sample {sample.index} has {', '.join(others)}; requests to engines carry images alone. Leave the row "
-            "out, or give --custom-generate-function-path."
+            f"Sample {sample.index} has {', '.join(others)}; requests to engines can carry images only. Remove the "
+            "row, or set --custom-generate-function-path."
         )
     if images := shown.get("images"):
         if image_token is None:
@@ -158,12 +166,12 @@ def _payload(
 def request_payload(
     config: RolloutConfig, sample: Sample, sampling_params: dict[str, Any], state: Any
 ) -> dict[str, Any] | None:
-    """Return the body of ``/generate`` for what is left of the sample; None when nothing is, and it is TRUNCATED.
+    """Return the body of ``/generate`` for the rest of the sample, or None after marking the sample TRUNCATED.
 
-    So is one whose response has a token that represents a picture.
+    A sample is truncated if no tokens of its budget are left, or if its response holds an image placeholder token.
 
     Raises:
-        DataError: the sample is neither pending nor aborted.
+        DataError: the sample is neither pending nor aborted, or its prompt cannot be sent.
     """
     if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
         raise DataError(
@@ -190,9 +198,12 @@ def request_payload(
 async def ask(
     config: RolloutConfig, sample: Sample, payload: dict[str, Any], *, is_over: Callable[[], bool]
 ) -> dict[str, Any]:
-    """Return an engine's answer that can be used.
+    """Send a request and return a usable answer.
 
-    With fault tolerance one that cannot is met with another try, until the monitor has evicted the engine.
+    With fault tolerance, unusable answers are retried until the health monitor has evicted the engine.
+
+    Args:
+        is_over: Returns True once the rollout is over; unusable answers are then not retried.
 
     Raises:
         EngineError: no engine answered, or the answers stayed unusable.
@@ -204,7 +215,7 @@ async def ask(
             check_answer(config, sample, output, payload)
             return output
         except EngineError as error:
-            if deadline_s is None:  # the first bad answer may itself have come late
+            if deadline_s is None:  # counted from the first bad answer, which may itself have taken long
                 deadline_s = time.monotonic() + config.bad_answer_patience_s
             if is_over() or time.monotonic() >= deadline_s:
                 raise
@@ -213,10 +224,10 @@ async def ask(
 
 
 def check_answer(config: RolloutConfig, sample: Sample, output: Any, payload: dict[str, Any]) -> None:
-    """Check an answer of the engine.
+    """Check an engine's answer.
 
     Raises:
-        EngineError: it cannot be used; names the field, and the request by the id that the engine's log has for it.
+        EngineError: the answer is unusable.  The message names the field, and the request id used in the engine's log.
     """
     problem = problem_with_answer(output, payload)
     if problem is None:
@@ -230,13 +241,13 @@ def check_answer(config: RolloutConfig, sample: Sample, output: Any, payload: di
 
 Decode = Callable[[list[int]], str]
 CUT = "\ufffd"
-"""What a tokenizer shows of a character of which bytes are missing."""
+"""What tokenizers decode an incomplete UTF-8 character to."""
 _SEAM_TOKENS = 16
-"""More than a character has, and what is before it in the response."""
+"""Tokens to look back for a cut character: more than one character takes, including some text before it."""
 
 
 def decoder_of(state: Any, payload: dict[str, Any]) -> Decode | None:
-    """Return what makes text of ids as the engine does for a request; None without a tokenizer that decodes."""
+    """Return a function that decodes ids as the engine does for this request; None if the tokenizer cannot decode."""
     decode = getattr(state.tokenizer, "decode", None)
     shows_special = not payload["sampling_params"].get("skip_special_tokens", True)
     return None if decode is None else lambda ids: decode(ids, skip_special_tokens=not shows_special)
@@ -246,10 +257,10 @@ def append_output(args: Namespace, sample: Sample, output: Any, decode: Decode |
     """Append one engine answer to the sample.
 
     Args:
-        decode: makes text of ids, where the answer continues one that was cut within a character.
+        decode: Decodes ids to text, to join an answer to one that was cut within a character.
 
     Raises:
-        EngineError: the answer cannot be used.
+        EngineError: the answer is unusable.
     """
     if problem := problem_with_answer(output, {}):
         raise EngineError(f"The answer to sample {sample.index} cannot be used: {problem}")
@@ -257,7 +268,7 @@ def append_output(args: Namespace, sample: Sample, output: Any, decode: Decode |
 
 
 def append_checked(args: Namespace, sample: Sample, output: dict[str, Any], decode: Decode | None = None) -> None:
-    """Append an engine answer that ``check_answer`` has seen; as ``append_output`` otherwise."""
+    """Like ``append_output``, for an answer that ``check_answer`` has already checked."""
     meta_info = output["meta_info"]
     tokens, log_probs = read_output_tokens(meta_info)
     text, response = output.get("text") or "", sample.response
@@ -271,9 +282,9 @@ def append_checked(args: Namespace, sample: Sample, output: dict[str, Any], deco
 
 
 def _joined(sample: Sample, tokens: list[int], text: str, decode: Decode) -> tuple[str, str]:
-    """Return the response before a character that was cut, and the text from there on, with the new tokens.
+    """Return the response up to a cut character, and the text from there on including the new tokens.
 
-    The ids on both sides are decoded as a whole, from the last ones whose text the response ends with.
+    Decodes old and new ids together, starting from the fewest last ids whose decoded text the response ends with.
     """
     drawn = sample.tokens[len(sample.tokens) - sample.response_length :]
     before = sample.response.rstrip(CUT)

@@ -1,4 +1,4 @@
-"""The data of an evaluation: its requests, from the prompts of every ``--eval-prompt-data`` set, and its results."""
+"""Evaluation data: requests from the prompts of each ``--eval-prompt-data`` set, and results."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from slime.utils.processing_utils import media_of
 from slime.utils.types import Sample
 
 _datasets: dict[Any, Dataset] = {}
-"""Loaded evaluation sets: they are the same in every evaluation."""
+"""Loaded evaluation sets, reused by every evaluation."""
 
 
 def requests_of(
     args: Namespace, config: RolloutConfig, dataset_cfg: EvalDatasetConfig, state: Any
 ) -> list[tuple[Sample, dict[str, Any]]]:
-    """Make a fresh sample and its sampling parameters for every answer wanted, prompt by prompt."""
+    """Return a new sample with its sampling parameters for every requested answer, prompt by prompt."""
     dataset = _load_dataset(args, dataset_cfg, state)
     shared_params = eval_sampling_params(config, dataset_cfg)
     requests: list[tuple[Sample, dict[str, Any]]] = []
     for number, prompt in enumerate(dataset.samples):
         for copy_index in range(dataset_cfg.n_samples_per_eval_prompt):
-            sample = copy.deepcopy(prompt, {id(item): item for item in media_of(prompt)})  # pictures are shared
+            sample = copy.deepcopy(prompt, {id(item): item for item in media_of(prompt)})  # images are shared
             sample.index = len(requests)
             sample.group_index = number
             sample.session_id = str(uuid.uuid4())
@@ -45,7 +45,7 @@ def requests_of(
 
 
 def _load_dataset(args: Namespace, dataset_cfg: EvalDatasetConfig, state: Any) -> Dataset:
-    """Return the data set of a config, read once."""
+    """Return the data set of a config, reading it on first use."""
     key = (
         dataset_cfg.cache_key,
         args.hf_checkpoint,
@@ -74,7 +74,7 @@ def _load_dataset(args: Namespace, dataset_cfg: EvalDatasetConfig, state: Any) -
 
 
 def eval_sampling_params(config: RolloutConfig, dataset_cfg: EvalDatasetConfig) -> dict[str, Any]:
-    """Make the ``sampling_params`` of a data set; stop and detokenizer options fall back to ``--rollout-*`` flags."""
+    """Return the ``sampling_params`` of a data set; unset stop and detokenizer options use ``--rollout-*`` flags."""
 
     def first_set(value: Any, fallback: Any) -> Any:
         return fallback if value is None else value
@@ -97,10 +97,10 @@ def eval_sampling_params(config: RolloutConfig, dataset_cfg: EvalDatasetConfig) 
 
 
 def results_of(samples: list[Sample], key: str | None, name: str) -> dict[str, list[Any]]:
-    """Return the results of data set ``name``; of a reward that is a dict, the entry ``key`` counts.
+    """Return the results of data set ``name``, taking the entry ``key`` of rewards that are dicts.
 
     Raises:
-        ConfigError: a reward has no such entry.
+        ConfigError: a reward dict has no entry ``key``.
     """
     return {
         "rewards": [_reward_number(sample, key, name) for sample in samples],

@@ -1,10 +1,10 @@
-"""Recorded samples in place of generation, while the engines run: everything else of the job is real.
+"""Replaces generation with recorded samples while the engines run; everything else in the job is real.
 
     --rollout-function-path slime.rollout.forge_load.generate_rollout
     --load-forge-rollout-data DIR/{rollout_id}.pt
 
-The files are those of ``--save-debug-rollout-data``.  A rollout without a file gets the file of rollout 0, so
-one file is enough to exercise memory, weight pushes and speed for as long as one likes.  ``--load-debug-rollout-data``
+The files are written by ``--save-debug-rollout-data``.  A rollout without its own file uses the file of rollout 0, so
+one file is enough to test memory, weight pushes and speed over any number of rollouts.  ``--load-debug-rollout-data``
 replays the same files without engines.
 """
 
@@ -33,10 +33,10 @@ EVAL_NAME = "forge_eval"
 def generate_rollout(
     args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Return the recorded samples of a rollout, grouped by prompt; of an evaluation, under the name ``forge_eval``.
+    """Return the recorded samples of a rollout, grouped by prompt, or of an evaluation, as data set ``forge_eval``.
 
     Raises:
-        ConfigError: the flag is not given, or the reward of an evaluation has no entry ``--eval-reward-key``.
+        ConfigError: the flag is not given, or an evaluation reward has no entry ``--eval-reward-key``.
         DataError: neither this rollout's file nor the file of rollout 0 exists.
     """
     template = args.load_forge_rollout_data
@@ -53,7 +53,7 @@ def generate_rollout(
 
 
 def in_groups(samples: list[Sample]) -> list[list[Sample]]:
-    """Put neighbours of one ``group_index`` together; samples without one each alone."""
+    """Group adjacent samples with the same ``group_index``; a sample without one forms its own group."""
     groups: list[list[Sample]] = []
     for sample in samples:
         if groups and sample.group_index is not None and groups[-1][0].group_index == sample.group_index:

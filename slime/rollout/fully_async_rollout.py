@@ -1,19 +1,19 @@
-"""Generation that never stops: groups are in flight across rollouts and weight pushes.
+"""Continuous generation: groups stay in flight across rollouts and weight pushes.
 
     producer:  data source -> spare -> pool (in flight -> kept)      all the time, also while the trainer works
     collect:   the oldest kept groups, --rollout-batch-size of them  once a rollout
 
-Use it with ``train_async.py``.  A push aborts what is in flight; the tokens drawn so far are kept, and the group
-continues with the new weights at once.  Finished groups that are not needed yet stay in the pool for the next rollout.
+Use it with ``train_async.py``.  A push aborts the requests in flight; their tokens are kept, and the groups continue
+with the new weights immediately.  Finished groups that are not needed yet stay in the pool for the next rollout.
 
-``--max-staleness N`` bounds how many weight versions lie between the oldest token of a group and its training:
+``--max-staleness N`` bounds the number of weight versions between the oldest token of a group and its training:
 
 * the producer starts no group that could only be trained too late (back-pressure on the engines);
 * a rollout waits for groups that later rollouts could not train in time (back-pressure on the trainer);
-* what is too old all the same, because an earlier job left it behind, meets ``--stale-group-policy``.
+* groups that are still too old, because an earlier job left them behind, are handled by ``--stale-group-policy``.
 
-The data source is asked only while ``collect`` runs.  Its position can therefore be saved between two rollouts; groups
-that are in flight then are kept in the ledger.
+The producer reads the data source only while ``collect`` runs, so its position can be saved between two rollouts.
+Groups in flight at that time are kept in the ledger.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ from slime.utils.http_utils import get_rollout_num_engines
 __all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async"]
 
 POLL_S = 1.0
-"""Interval in which the producer checks for a new weight version while the bound holds it back."""
+"""Seconds between the producer's checks for a new weight version while the staleness bound holds it back."""
 
 
 class AsyncRolloutWorker:
-    """One job's producer of groups, and the rollouts that take from it, on the background event loop.
+    """Produces groups for the rollouts of one job, on the background event loop.
 
     Invariant: a group taken from the data source is in ``spare``, in the pool, in a batch that was taken, or back in
     the data source.
     """
 
     def __init__(self, args: Namespace, data_buffer: Any, concurrency: int | None = None) -> None:
-        """Make a worker; ``start`` begins.
+        """Create a worker without starting it.
 
         Args:
-            data_buffer: the data source; asked only while ``collect`` runs.
-            concurrency: groups in flight, and requests at a time; by default what the engines take together.
+            data_buffer: The data source, read only while ``collect`` runs.
+            concurrency: Maximum number of groups in flight and of concurrent requests; defaults to
+                ``--sglang-server-concurrency`` times the number of engines.
         """
         self.args = args
         self.data_buffer = data_buffer
@@ -71,7 +72,7 @@ class AsyncRolloutWorker:
         self._producer: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to produce.  Call it on the background loop; a second call does nothing."""
+        """Start producing.  Call it on the background loop; a second call does nothing."""
         if self._producer is None:
             self._producer = asyncio.get_running_loop().create_task(self._produce())
 
@@ -82,19 +83,19 @@ class AsyncRolloutWorker:
         await self.pool.close()
 
     def get_queue_size(self) -> int:
-        """Return the number of finished groups that wait for a rollout."""
+        """Return the number of finished groups waiting for a rollout."""
         return len(self.pool.kept)
 
     # The rollout
 
     async def collect(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """Return the ``--rollout-batch-size`` oldest groups, sorted by their samples' ``index``, once they are kept.
+        """Wait for ``--rollout-batch-size`` kept groups; return the oldest, sorted by their samples' ``index``.
 
         Raises:
             EngineError: an engine failed.
             DeadlineError: ``--rollout-timeout-s`` passed.
             DataError: the data source has no more groups, or gives malformed ones.
-            ConfigError: ``--max-staleness`` cannot be kept with this training loop.
+            ConfigError: this training loop cannot satisfy ``--max-staleness``.
         """
         pool = self.pool
         pool.rollout_id = rollout_id
@@ -136,7 +137,7 @@ class AsyncRolloutWorker:
             wait.close()
 
     def _num_due(self) -> int:
-        """Return how many groups in flight later rollouts could not train in time: this one must wait for them."""
+        """Return how many groups in flight this rollout must wait for: later ones could not train them in time."""
         return num_groups_due(
             self.bound,
             rollout_id=self.pool.rollout_id,
@@ -146,11 +147,11 @@ class AsyncRolloutWorker:
         )
 
     def _check_that_groups_can_come(self) -> None:
-        """Raise when nothing is in flight and nothing can be started.
+        """Raise if nothing is in flight and nothing can be started.
 
         Raises:
             DataError: the data source has no more groups.
-            ConfigError: ``--max-staleness`` cannot be kept with this training loop.
+            ConfigError: this training loop cannot satisfy ``--max-staleness``.
         """
         if self.pool.in_flight:
             return
@@ -167,10 +168,10 @@ class AsyncRolloutWorker:
     # The producer
 
     async def _produce(self) -> None:
-        """Start groups whenever there is room, until the worker is stopped or something fails."""
+        """Start groups whenever there is room, until the worker is stopped or a group fails."""
         try:
             while True:
-                self.pool.room.clear()  # first: a group that comes back meanwhile leaves room for another
+                self.pool.room.clear()  # before _fill: a group that returns during it makes room for another
                 await self._fill()
                 began = time.monotonic()
                 is_held_back = self.bound.limit is not None and self._is_held_back()
@@ -180,14 +181,14 @@ class AsyncRolloutWorker:
                 if is_held_back:
                     self._held_back_s += time.monotonic() - began
                     await self.bound.clock.refresh()
-        except Exception as error:  # handed to whoever waits for groups
+        except Exception as error:  # raised where the rollout waits for groups
             self.pool.fail(error)
 
     async def _fill(self) -> None:
-        """Start groups while engines, queue and staleness bound have room for them."""
+        """Start groups while the engines, the queue and the staleness bound have room."""
         pool, group_size = self.pool, self.config.n_samples_per_prompt
         unfinished = sum(not is_finished(s) for f in pool.in_flight.values() for s in leaf_samples(f.group))
-        # A batch may have more groups than the engines take at a time; collect waits for all of them.
+        # A batch may hold more groups than the engines run concurrently; collect waits for all of them.
         max_kept = max(self._concurrency, self.config.rollout_batch_size)
         while not pool.has_failed and not self._is_held_back() and len(pool.kept) < max_kept:
             is_full = pool.in_flight and unfinished + group_size > self._concurrency
@@ -198,7 +199,7 @@ class AsyncRolloutWorker:
             await pool.submit([group])
 
     def _is_held_back(self) -> bool:
-        """Return True when one more group could only be trained too late, or after the last rollout."""
+        """Return True if one more group could only be trained too late, or after the last rollout."""
         return self.pool.num_outstanding >= self._num_allowed()
 
     def _num_allowed(self) -> float:
@@ -210,7 +211,7 @@ class AsyncRolloutWorker:
         )
 
     def _ask_source(self, num_groups: int) -> bool:
-        """Move groups from the data source to ``spare``; False without any, or it must not be asked now."""
+        """Move groups from the data source to ``spare``; return False if it gave none or must not be read now."""
         if not self._may_ask_source:
             return False
         groups = self.data_buffer.get_samples(num_groups)
@@ -220,10 +221,10 @@ class AsyncRolloutWorker:
         return bool(groups)
 
     def _stock_up(self, next_rollout_id: int) -> None:
-        """Take prompts for the time until ``next_rollout_id`` begins, when the data source must be left alone."""
+        """Take enough prompts to last until ``next_rollout_id`` begins: the data source must not be read before."""
         self.pool.rollout_id = next_rollout_id
         batch_size, num_rollout = self.config.rollout_batch_size, self.config.num_rollout
-        room = self._num_allowed() + batch_size  # the push to come makes room for a batch more
+        room = self._num_allowed() + batch_size  # the next push makes room for one more batch
         if num_rollout is not None:
             room = min(room, (num_rollout - next_rollout_id) * batch_size)
         count = min(batch_size, room - self.pool.num_outstanding) - len(self.spare)
@@ -236,7 +237,7 @@ _WORKERS: list[AsyncRolloutWorker] = []
 
 
 def _worker_of(args: Namespace, data_buffer: Any) -> AsyncRolloutWorker:
-    """Return the process's worker; a new one for another data source."""
+    """Return the process's worker, replacing it if the data source is another one."""
     for worker in _WORKERS:
         if worker.data_buffer is data_buffer:
             return worker
@@ -249,10 +250,11 @@ def _worker_of(args: Namespace, data_buffer: Any) -> AsyncRolloutWorker:
 def generate_rollout_fully_async(
     args: Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """Return the next batch of the generation in the background.
+    """Return the next batch of the background generation.
 
     Raises:
-        ConfigError: asked to evaluate.
+        ConfigError: ``evaluation`` is True.
+        EngineError, DeadlineError, DataError: see ``AsyncRolloutWorker.collect``.
     """
     if evaluation:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""The model's text -> reasoning, text and tool calls.
+"""Splits a model's output into reasoning, text and tool calls.
 
-With a parser's name SGLang's own parser of that name does the work, so that training sees what serving sees; it is
-imported when it is first needed.  Without a name, or without SGLang, the built-in parsers read the formats that most
-open models write: a call in ``<tool_call> ... </tool_call>`` (or alone, in the second form) that is one of::
+If a parser name is given, SGLang's parser of that name is used, so training sees what serving sees; it is imported on
+first use.  Without a name, or without SGLang, the built-in parsers read the formats of most open models.  A call is in
+``<tool_call> ... </tool_call>`` (optional for the second form) and is one of::
 
     {"name": "add", "arguments": {"a": 1}}                                               Hermes, Qwen
     <function=add><parameter=a>1</parameter></function>                                  Qwen3-Coder
@@ -34,11 +34,11 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 MAX_CALLS = 128
-"""Marks of a call in a turn.  SGLang's parsers take a time quadratic in the number of those that nothing ends."""
+"""Maximum opening tool-call tags in a turn.  SGLang's parsers take time quadratic in the number of unclosed ones."""
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 END_OF_PROMPT_TOKENS = 32
-"""Enough for ``THINK_BEGIN`` letter by letter, and blanks."""
-# How a block begins, with its name, and how it ends.  No name holds a "<": a search ends at the next tag.
+"""Enough tokens for ``THINK_BEGIN`` spelled letter by letter, plus whitespace."""
+# (opening tag with the block's name, closing tag).  Names never contain "<", so a search ends at the next tag.
 _CALL = re.compile(r"<tool_call()>"), "</tool_call>"
 _FUNCTION = re.compile(r"<function=([^<>\s]+)\s*>"), "</function>"
 _PARAMETER = re.compile(r"<parameter=([^<>\s]+)\s*>"), "</parameter>"
@@ -47,30 +47,30 @@ _LEFT_OVER = re.compile(r"</?tool_call>|<function=|</function>|<arg_key>|<parame
 
 
 class ParsedTools(NamedTuple):
-    """Calls of tools that were offered, and what is left beside them."""
+    """Calls of offered tools, and the remaining text."""
 
     text: str
     """The text without the calls."""
     tool_uses: list[dict[str, Any]]
-    """``{"name": str, "input": dict}`` in the order of the text."""
+    """``{"name": str, "input": dict}`` per call, in text order."""
     ill_formed: bool
-    """True when something like a call could not be read, or calls a tool that was not offered."""
+    """True if something that looks like a call could not be parsed or calls a tool that was not offered."""
 
 
 @dataclass
 class ParsedModelOutput:
-    """A drawn text, taken apart."""
+    """The parts of a model's output."""
 
     reasoning: str = ""
     text: str = ""
     tool_uses: list[dict[str, Any]] = field(default_factory=list)
-    """``{"name": str, "input": dict}`` each."""
+    """``{"name": str, "input": dict}`` per call."""
     ill_formed: bool = False
-    """True when reasoning was left open, or a tool call was broken or names no offered tool."""
+    """True if reasoning was not closed, or a tool call was malformed or names a tool that was not offered."""
 
 
 def check_parsers(tool_parser_name: str | None, reasoning_parser_name: str | None) -> None:
-    """Import the named parsers, which may take seconds, and refuse names that do not exist (ConfigError)."""
+    """Import the named parsers, which may take seconds; raise ConfigError for names that SGLang does not have."""
     if tool_parser_name:
         _sglang_tool_uses("", [], tool_parser_name)
     if reasoning_parser_name:
@@ -80,7 +80,7 @@ def check_parsers(tool_parser_name: str | None, reasoning_parser_name: str | Non
 def parse_tool_uses(
     text: str, tools_schema: Sequence[Mapping[str, Any]] | None, tool_parser_name: str | None = None
 ) -> ParsedTools:
-    """Parse the calls in ``text``; a conversation without tools has none."""
+    """Parse the tool calls in ``text``; without a tools schema, no calls are parsed."""
     if not tools_schema:
         return ParsedTools(text, [], False)
     parsed = _sglang_tool_uses(text, tools_schema, tool_parser_name) if tool_parser_name else None
@@ -98,14 +98,14 @@ def parse_model_output(
     reasoning_parser_name: str | None = None,
     in_reasoning: bool = False,
 ) -> ParsedModelOutput:
-    """Take apart what the model drew.
+    """Split a model's output into reasoning, text and tool calls.
 
     Args:
-        raw: the drawn text without its stop token.
-        tools_schema: the tools that the model was offered, in OpenAI's or Anthropic's form.
-        tool_parser_name: SGLang's name of the model's tool-call format; None: the built-in formats.
-        reasoning_parser_name: SGLang's name of the model's reasoning format; None: ``<think>`` blocks.
-        in_reasoning: the prompt ends with an open ``<think>``; SGLang's parsers know by their format.
+        raw: The output text without its stop token.
+        tools_schema: The tools offered to the model, in OpenAI or Anthropic format.
+        tool_parser_name: SGLang's name for the model's tool-call format; None uses the built-in formats.
+        reasoning_parser_name: SGLang's name for the model's reasoning format; None looks for ``<think>`` blocks.
+        in_reasoning: Whether the prompt ends with an open ``<think>``.  SGLang's parsers infer this from their format.
 
     Raises:
         ConfigError: SGLang has no parser of that name.
@@ -123,7 +123,7 @@ def parse_model_output(
 
 
 def opens_reasoning(tokenizer: Any, prompt_ids: Sequence[int]) -> bool:
-    """Return True when the chat template has ended the prompt with an open ``<think>``."""
+    """Return True if the prompt ends with an open ``<think>``."""
     end = tokenizer.decode(list(prompt_ids[-END_OF_PROMPT_TOKENS:]), skip_special_tokens=False)
     return bool(end.rstrip().endswith(THINK_BEGIN))
 
@@ -132,9 +132,10 @@ def opens_reasoning(tokenizer: Any, prompt_ids: Sequence[int]) -> bool:
 
 
 def split_reasoning(text: str, in_reasoning: bool = False) -> tuple[str, str, bool]:
-    """Split into ``(reasoning, rest, is_unfinished)``.
+    """Split text into ``(reasoning, rest, is_unfinished)``.
 
-    Many templates write the opening mark, so it may be missing; with ``in_reasoning`` the text begins after it.
+    The opening tag may be missing because many chat templates put it in the prompt.  With ``in_reasoning``, the text
+    starts inside the reasoning.
     """
     begin, end = text.find(THINK_BEGIN), text.find(THINK_END)
     if end >= 0:
@@ -148,7 +149,7 @@ def split_reasoning(text: str, in_reasoning: bool = False) -> tuple[str, str, bo
 
 
 def tool_schemas(tools_schema: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
-    """Return tool name -> JSON schema of its arguments, from OpenAI's or Anthropic's description of the tools."""
+    """Return tool name -> JSON schema of its arguments, from tools in OpenAI or Anthropic format."""
     schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools_schema or []:
         function = tool.get("function", tool)
@@ -163,13 +164,13 @@ def parse_xml_tool_uses(
     """Parse the calls of offered tools in ``text``, in any of the module's formats.
 
     Args:
-        text: what the model drew, without reasoning.
-        tools_schema: the tools that were offered.  In the two formats without JSON it also says which of the values
-            mean numbers, booleans, arrays or objects; the others are strings.
+        text: The model's output without reasoning.
+        tools_schema: The offered tools.  For the two non-JSON formats, their schemas also say which values to parse as
+            numbers, booleans, arrays or objects; all others are strings.
 
     Returns:
-        ``(text without the calls, [{"name": str, "input": dict}])``; calls that cannot be read, and calls of tools
-        that were not offered, stay in the text.
+        ``(text without the calls, [{"name": str, "input": dict}])``.  Calls that cannot be parsed or name a tool that
+        was not offered stay in the text.
     """
     schemas = tool_schemas(tools_schema)
     uses: list[dict[str, Any]] = []
@@ -187,14 +188,14 @@ def parse_xml_tool_uses(
 
 
 def _replace(text: str, begin: re.Pattern[str], end: str, replacement: Callable[[str, str, str], str]) -> str:
-    """Return the text with ``replacement(name, content, whole)`` in the place of each block.
+    """Replace each block in the text by ``replacement(name, content, whole)``.
 
-    In a time linear in the text, whatever is in it: no end is looked for twice.
+    Takes linear time for any text, because it never searches for the same closing tag twice.
     """
     parts, position = [], 0
     for match in begin.finditer(text):
         if match.start() < position:
-            continue  # in the block before
+            continue  # inside the previous block
         close = text.find(end, match.end())
         if close < 0:
             break
@@ -205,7 +206,7 @@ def _replace(text: str, begin: re.Pattern[str], end: str, replacement: Callable[
 
 
 def _pairs(body: str, begin: re.Pattern[str], end: str) -> tuple[list[tuple[str, str]], str]:
-    """Return name and content of each block, and what is beside them."""
+    """Return (name, content) of each block, and the text outside the blocks."""
     pairs: list[tuple[str, str]] = []
 
     def take(name: str, content: str, whole: str) -> str:
@@ -217,7 +218,7 @@ def _pairs(body: str, begin: re.Pattern[str], end: str) -> tuple[list[tuple[str,
 
 
 def _read_call(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Parse one call without its outer tags; None when it cannot be read."""
+    """Parse one call without its outer tags; return None if it is malformed."""
     function = _FUNCTION[0].match(body)
     if function and body.endswith(_FUNCTION[1]):
         pairs, rest = _pairs(body[function.end() : -len(_FUNCTION[1])], *_PARAMETER)
@@ -248,14 +249,14 @@ def _use(name: str, pairs: list[tuple[str, str]], schemas: Mapping[str, Mapping[
 
 
 def _kinds(schema: Any, root: Any) -> set[str]:
-    """Return the types that a schema allows, those of its members and references included; empty where it has none.
+    """Return the JSON types that a schema allows, including its members and references; empty if it names none.
 
     Args:
-        schema: of one argument.
-        root: of the tool; references into it are followed.
+        schema: Schema of one argument.
+        root: Schema of the tool, in which references are resolved.
     """
     kinds: set[str] = set()
-    followed: set[str] = set()  # each reference once: they may lead back to themselves
+    followed: set[str] = set()  # references may be circular
     waiting = [(schema, False)]
     while waiting:
         one, is_alternative = waiting.pop()
@@ -274,7 +275,7 @@ def _kinds(schema: Any, root: Any) -> set[str]:
                 followed.add(reference)
                 waiting.append((_referred(reference, root), is_alternative))
         elif is_alternative:
-            kinds.add("string")  # anything fits, a text as well
+            kinds.add("string")  # an untyped alternative allows any value, including strings
     return kinds
 
 
@@ -285,7 +286,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _referred(reference: str, root: Any) -> Any:
-    """Return the part of ``root`` that ``#/$defs/Name`` names; None when there is none."""
+    """Resolve a reference such as ``#/$defs/Name`` in ``root``; return None if it does not resolve."""
     start, *keys = reference.split("/")
     for key in keys:
         root = root.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
@@ -293,8 +294,8 @@ def _referred(reference: str, root: Any) -> Any:
 
 
 def _value(text: str, kinds: set[str]) -> Any:
-    """Parse a value written without quotes as one of ``kinds``; return the text when it has another type."""
-    # The newline after the opening and before the closing tag belongs to the tags.
+    """Parse an unquoted value as one of the types ``kinds``; return the text if that fails or strings are allowed."""
+    # The newlines next to the opening and closing tags belong to the tags.
     text = text.removeprefix("\n").removesuffix("\n")
     if not kinds or "string" in kinds:
         return text
@@ -307,7 +308,7 @@ def _value(text: str, kinds: set[str]) -> Any:
         return None if "null" in kinds and lowered == "none" else text
 
 
-# SGLang's parsers; each function returns None when SGLang cannot be imported, and a warning says so once
+# SGLang's parsers.  Each function returns None if SGLang cannot be imported, which is logged once.
 
 
 def _warn(what: str, error: Exception) -> None:
@@ -321,7 +322,7 @@ def _tool_parts() -> tuple[Any, Any] | None:
     try:
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
-    except Exception as error:  # a GPU part that is missing may raise anything at import
+    except Exception as error:  # the import may raise anything if GPU libraries are missing
         _warn("tool-call", error)
         return None
     return FunctionCallParser, Tool
@@ -339,7 +340,7 @@ def _reasoning_part() -> Any:
 
 
 def _sglang_reasoning(text: str, name: str) -> tuple[str, str] | None:
-    """Split into ``(reasoning, rest)`` by the reasoning parser ``name``."""
+    """Split into ``(reasoning, rest)`` with SGLang's reasoning parser ``name``."""
     parser_class = _reasoning_part()
     if parser_class is None:
         return None
@@ -350,7 +351,7 @@ def _sglang_reasoning(text: str, name: str) -> tuple[str, str] | None:
 
 
 def _sglang_tool_uses(text: str, tools_schema: Sequence[Mapping[str, Any]], name: str) -> ParsedTools | None:
-    """Parse the calls in ``text`` by the tool-call parser ``name``."""
+    """Parse the calls in ``text`` with SGLang's tool-call parser ``name``."""
     parts = _tool_parts()
     if parts is None:
         return None
@@ -365,9 +366,9 @@ def _sglang_tool_uses(text: str, tools_schema: Sequence[Mapping[str, Any]], name
         return ParsedTools(text, [], True)
     try:
         rest, calls = parser.parse_non_stream(text)
-        # Encoded: half a surrogate pair is no text either.
+        # Encoding also rejects lone surrogates.
         found = [(call.name, parse_object((call.parameters or "{}").encode())) for call in calls]
-    except Exception as error:  # the model's text may break a parser in any way; the turn counts as ill-formed
+    except Exception as error:  # model output may break a parser in any way; the turn counts as ill-formed
         logger.info("Tool-call parser %s: %s: %s", name, type(error).__name__, error)
         return ParsedTools(text, [], True)
     uses = [{"name": call_name, "input": arguments} for call_name, arguments in found]

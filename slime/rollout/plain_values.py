@@ -1,8 +1,8 @@
-"""Values of samples, positions and metrics as bytes without code, and back.
+"""Serializes values of samples, data positions and metrics to bytes that contain no code, and back.
 
-JSON; where there are arrays, tensors, bytes or images, a safetensors file, of which the tensor ``json`` is the JSON.
-What JSON does not know is a dict of one key: ``{"$tuple": [1, 2]}``, ``{"$array": "3"}`` (the name of a tensor).
-Subclasses of JSON's types are written as these.  Objects of other classes are left out of the dicts that hold them.
+The format is JSON.  Values with arrays, tensors, bytes or images become a safetensors file whose tensor ``json`` holds
+the JSON.  Types that JSON lacks become a dict with one key: ``{"$tuple": [1, 2]}``, ``{"$array": "3"}`` (a tensor
+name).  Subclasses of JSON types are written as their base type.  Dict entries of any other class are left out.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from slime.utils.files import read_outside_file, write_atomically
 logger = logging.getLogger(__name__)
 
 _TOLD: set[tuple[str, str]] = set()
-"""Beginnings and places of the warnings so far."""
+"""(warning, place) of the warnings logged so far."""
 REMEDY = (
     "Keep such objects in a module of your own, and numbers, texts, lists, dicts, arrays or tensors in the sample."
 )
 MAX_DEPTH = 200
 MAX_INT_BITS = 14_000
-"""Python does not write longer integers as text."""
+"""Python refuses to convert longer integers to text."""
 _DTYPES = frozenset(
     getattr(torch, name)
     for name in (
@@ -49,7 +49,7 @@ _DTYPES = frozenset(
 _ATOMS = frozenset({str, int, float, bool, type(None)})
 _TREE = "json"
 _DAMAGED = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
-"""Errors that readers raise for parts of another type, or cut ones."""
+"""Errors raised when decoding truncated data or data of an unexpected type."""
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 _AS_TEXT: Mapping[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
@@ -63,21 +63,21 @@ _AS_TEXT: Mapping[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] 
 
 
 class NotPlainError(DataError):
-    """A value, or an item of a list in it, is an object of a class that has no place in a file."""
+    """A value, or an item of a list in it, is an object that cannot be serialized."""
 
 
 def dumps(value: Any, *, name: str = "", warning: str = "") -> bytes:
-    """Return a value as bytes for :func:`loads`.
+    """Serialize a value for :func:`loads`.
 
     Args:
-        value: may be changed by another thread meanwhile; it is tried again then.
-        name: of the value, for the warning.
-        warning: begins the line of the log that names what is left out; the same places are named once.
+        value: Another thread may change its dicts meanwhile; serialization is then retried.
+        name: Name of the value, for the warning.
+        warning: Start of the log message that lists what is left out; each place is logged once.
 
     Raises:
-        NotPlainError: nothing of the value can be written.
+        NotPlainError: the value as a whole cannot be written.
     """
-    with suppress(RuntimeError, ValueError):  # what they mean is found below
+    with suppress(RuntimeError, ValueError):  # the slow path below handles or reports these
         if _is_json(value):
             return _to_json(value).encode()
     for attempt in range(3):
@@ -87,8 +87,8 @@ def dumps(value: Any, *, name: str = "", warning: str = "") -> bytes:
             break
         except NotPlainError:
             raise
-        except Exception as error:  # anything may be raised: the objects are the user's
-            if type(error) is not RuntimeError or attempt == 2:  # else a dict that another thread fills
+        except Exception as error:  # user-defined objects may raise anything
+            if type(error) is not RuntimeError or attempt == 2:  # RuntimeError: another thread changed a dict
                 raise NotPlainError(f"{name} cannot be written ({error!r})") from error
         finally:
             _tell(warning, writer.left_out)
@@ -98,10 +98,15 @@ def dumps(value: Any, *, name: str = "", warning: str = "") -> bytes:
 
 
 def loads(data: bytes, *, where: str | Path, remedy: str = safe_pickle.REMEDY) -> Any:
-    """Return the value that :func:`dumps`, or a pickle of an earlier version, holds; no code runs.
+    """Deserialize the output of :func:`dumps`, or a pickle of an earlier version, without running code.
+
+    Args:
+        data: The serialized bytes.
+        where: Source of the data, for errors.
+        remedy: What the user can do, for errors.
 
     Raises:
-        DataError: it is damaged, or an object of a class that is not plain data.
+        DataError: the data is damaged, or holds an object that is not plain data.
     """
     if data.startswith(b"PK\x03\x04"):
         return safe_pickle.load_torch(data, where=where, remedy=remedy)
@@ -120,7 +125,7 @@ def loads(data: bytes, *, where: str | Path, remedy: str = safe_pickle.REMEDY) -
 
 
 def _is_json(value: Any) -> bool:
-    """Return True when JSON knows a value; most have nothing else in them."""
+    """Return True if JSON can represent a value as it is, which is the common case."""
     if type(value) is dict:
         return all(type(key) is str and key[:1] != "$" for key in value) and all(map(_is_json, value.values()))
     if type(value) is list:
@@ -136,9 +141,9 @@ def _tell(warning: str, left_out: Mapping[str, str]) -> None:
 
 
 class _Writer:
-    """A value as JSON's types and a list of tensors.
+    """Converts a value to JSON types and a dict of tensors.
 
-    Invariant: ``left_out`` has the place and the class of everything that is not in them.
+    Invariant: ``left_out`` maps the place of everything that was not converted to the reason.
     """
 
     def __init__(self, name: str) -> None:
@@ -148,7 +153,7 @@ class _Writer:
         self._above: set[int] = set()
 
     def tree(self, value: Any) -> Any:
-        """Return a value in JSON's types."""
+        """Convert a value to JSON types."""
         if type(value) in _ATOMS:
             if type(value) is int and value.bit_length() > MAX_INT_BITS:
                 raise self._refused(f"an integer of {value.bit_length()} bits")
@@ -203,7 +208,7 @@ class _Writer:
                     items.append((key if type(key) is str else self.tree(key), self.tree(item)))
                 except NotPlainError:
                     pass  # it is in left_out
-                except (OSError, ValueError, TypeError, AttributeError) as error:  # of the object's own methods
+                except (OSError, ValueError, TypeError, AttributeError) as error:  # raised by the object's methods
                     self._refused(f"a {type(item).__name__} that raises {type(error).__name__}")
                 finally:
                     self._place.pop()
@@ -241,7 +246,7 @@ class _Writer:
 
 
 def _read_tag(item: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the value that a dict read from JSON encodes; most encode themselves."""
+    """Decode a tagged dict such as ``{"$tuple": [...]}``; return other dicts unchanged."""
     kind = next(iter(item), "")
     if len(item) != 1 or not kind.startswith("$"):
         return item
@@ -271,26 +276,26 @@ _ARRAYS: Mapping[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-# Files with the state of the rollout side at a checkpoint: the data position and the position in the ledger.
+# Files with the rollout state of a checkpoint: the data position and the ledger position.
 #
-# A line with a digest, then what ``dumps`` wrote.  Earlier versions wrote what ``torch.save`` does; that is read
-# without running code (``slime.utils.safe_pickle``).
+# A header line with a digest, then the output of ``dumps``.  Files of earlier versions were written by ``torch.save``;
+# they are read without running code (``slime.utils.safe_pickle``).
 
 
 STATE_REMEDY = "Load an earlier checkpoint with --ckpt-step, or copy the file again."
 _MARK = b"slime xxh3 "
 _SEAL_BYTES = len(_MARK) + 16
 _END_BYTES = 22
-"""Of a zip archive, whose comment was the digest in files of earlier versions."""
+"""Size of a zip end-of-central-directory record without a comment.  Earlier versions put the digest in the comment."""
 
 
 def write_state(path: Path, state: Mapping[str, Any], *, what: str) -> None:
-    """Write plain values, arrays and tensors, whole or not at all; objects of classes are left out, with a warning.
+    """Atomically write plain values, arrays and tensors; other objects are left out with a warning.
 
     Args:
-        path: of the file.
-        state: the content.
-        what: the content, for errors.
+        path: Output file.
+        state: Content of the file.
+        what: Name of the content, for errors.
     """
     body = dumps(dict(state), warning=f"{what} is stored without")
     write_atomically(path, lambda file: file.write(_head(body) + body), what=what)
@@ -301,10 +306,10 @@ def _head(body: bytes) -> bytes:
 
 
 def read_state(path: Path, *, what: str) -> dict[str, Any]:
-    """Return what ``write_state`` or an earlier version wrote.
+    """Read a file of ``write_state`` or of an earlier version.
 
     Raises:
-        DataError: it is cut, damaged, or asks for more than plain data.
+        DataError: the file is truncated, damaged, or holds more than plain data.
     """
     try:
         data = read_outside_file(path, max_bytes=safe_pickle.MAX_BYTES)
@@ -320,7 +325,7 @@ def read_state(path: Path, *, what: str) -> dict[str, Any]:
         raise DataError(f"{what} {path} cannot be read: its {len(data)} bytes are cut or damaged. {STATE_REMEDY}")
     state = loads(data, where=path, remedy=STATE_REMEDY)
     if not isinstance(state, dict):
-        raise DataError(f"{what} {path} holds a {type(state).__name__}, where a dict is expected. {STATE_REMEDY}")
+        raise DataError(f"{what} {path} holds a {type(state).__name__} instead of a dict. {STATE_REMEDY}")
     return state
 
 

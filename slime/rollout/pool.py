@@ -1,12 +1,12 @@
-"""The pool of groups that both rollouts draw from.
+"""The pool of groups that both rollout functions use.
 
     submit -> in flight -> finished -> kept | stale | dropped
                   ^            |                 |
                   +-- cut off -+-- drawn again --+
 
-``GroupPolicy`` decides what becomes of a group, ``GroupPool`` holds the groups and their tasks.  The default rollout
-(``sglang_rollout``) submits until enough groups are kept and aborts the others; the fully asynchronous one
-(``fully_async_rollout``) keeps the pool filled across rollouts and never aborts.
+``GroupPolicy`` decides what happens to each group; ``GroupPool`` holds the groups and their tasks.  The default
+rollout (``sglang_rollout``) submits groups until enough are kept and aborts the others.  The fully asynchronous
+rollout (``fully_async_rollout``) keeps the pool filled across rollouts and never aborts.
 """
 
 from __future__ import annotations
@@ -41,46 +41,49 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-"""Longest wait between two looks at groups, failures and the deadline."""
+"""Longest interval in seconds between checks of groups, failures and the deadline."""
 STARTED_AT_ONCE = 64
-"""Samples whose requests are prepared before the event loop turns to other work; 10 to 20 ms."""
+"""Samples whose requests are prepared before yielding to the event loop; takes 10 to 20 ms."""
 MAX_NO_PROGRESS = 3
-"""Times in a row that a group may come back unfinished from the same weights."""
+"""Consecutive times that a group may come back unfinished from the same weights."""
 DROPS_BEFORE_WARNING = 8
-"""Batches that a filter may drop whole before the log says so."""
+"""Number of batches' worth of groups that a filter may drop, without keeping any, before a warning is logged."""
 
 
 @dataclass
 class InFlightGroup:
-    """A group whose requests are under way."""
+    """A group with running requests."""
 
     group: Group
     min_version: int
-    """Oldest weight version that its trained tokens may have; 0 where versions are not known."""
+    """Oldest weight version that its trained tokens may have; 0 if unknown."""
     moment: tuple[int | None, int]
-    """Weight version and rollout when its requests were sent: a push may have come since either changed."""
+    """(weight version, rollout id) when its requests were sent.  If either has changed, a push may have occurred."""
     num_tokens: int
+    """Response tokens when its requests were sent."""
     no_progress: int
+    """Consecutive times that it came back unfinished without being interrupted."""
 
 
 @dataclass(order=True)
 class KeptGroup:
-    """A finished group that waits for its training, in the order of training."""
+    """A finished group waiting for training; instances sort in training order."""
 
     min_version: int
-    """Oldest weight version of its trained tokens; 0 where versions are not known."""
+    """Oldest weight version of its trained tokens; 0 if unknown."""
     number: int
     group: Group = field(compare=False)
 
 
 class GroupPolicy:
-    """Decisions on single groups: admitted, dropped, stale, or stuck; with counts of them."""
+    """Decides about single groups (admit, keep or drop, stuck) and counts the decisions."""
 
     def __init__(self, args: Namespace, *, pushes_interrupt: bool = False) -> None:
-        """Make a policy.
+        """Create a policy.
 
         Args:
-            pushes_interrupt: True where pushes cut off what is in flight: a group that gained tokens is not stuck.
+            pushes_interrupt: Whether weight pushes abort requests in flight; a group that gained tokens is then not
+                stuck.
         """
         self.config = rollout_config(args)
         self._args, self.run = args, current_run()
@@ -96,10 +99,10 @@ class GroupPolicy:
         self._num_dropped = self._num_kept = 0
 
     def admit(self, group: Group, rollout_id: int) -> None:
-        """Check and count a group of the data source; one that is too old becomes a prompt again.
+        """Check and count a group from the data source, and apply ``--stale-group-policy`` if it is too old.
 
         Raises:
-            DataError: it has not ``--n-samples-per-prompt`` entries.
+            DataError: the group does not have ``--n-samples-per-prompt`` entries, or its samples are malformed.
         """
         if len(group) != self.config.n_samples_per_prompt:
             raise DataError(
@@ -115,10 +118,10 @@ class GroupPolicy:
             self.counts["continued"] += 1
 
     def keeps(self, group: Group, *, num_outstanding: int) -> bool:
-        """Ask the dynamic filter about a finished group; a group that it drops is recorded with the reason.
+        """Return whether the dynamic filter keeps a finished group; dropped groups are recorded with the reason.
 
         Args:
-            num_outstanding: groups on their way to a rollout, this one included; a filter may depend on it.
+            num_outstanding: Groups in flight and kept, including this one; see ``keep_when_insufficient``.
         """
         for observer in self.run.observers:
             observer.finished(group)
@@ -146,13 +149,13 @@ class GroupPolicy:
         return False
 
     def count_no_progress(self, group: Group, before: InFlightGroup, moment: tuple[int | None, int]) -> int:
-        """Return how often in a row a group came back unfinished although nothing interrupted it.
+        """Return how many consecutive times a group came back unfinished without being interrupted.
 
-        After ``MAX_NO_PROGRESS`` times the samples that a custom generate function aborts are left out.
+        After ``MAX_NO_PROGRESS`` times, samples that a custom generate function keeps aborting are left out.
 
         Raises:
-            EngineError: the built-in generate function aborted samples so often.
-            HookError: a custom generate function leaves its samples pending.
+            EngineError: after ``MAX_NO_PROGRESS`` times, if the built-in generate function made the samples.
+            HookError: after ``MAX_NO_PROGRESS`` times, if a custom generate function left samples pending.
         """
         self.counts["resubmitted"] += 1
         has_grown = self._pushes_interrupt and num_tokens(group) > before.num_tokens
@@ -170,7 +173,7 @@ class GroupPolicy:
                 "meta_info does)."
             )
         if path:
-            failure = RuntimeError(f"--custom-generate-function-path {path} returned it aborted {times} times")
+            failure = RuntimeError(f"--custom-generate-function-path {path} returned the sample aborted {times} times")
             for sample in samples:
                 if sample.status is Sample.Status.ABORTED:
                     leave_out(reward_config(self._args), sample, failure)
@@ -183,7 +186,7 @@ class GroupPolicy:
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the counts since the last call, and drops by reason."""
+        """Return the counts and drops by reason since the last call."""
         names = ("issued", "reused", "continued", "resubmitted", "dropped")
         metrics: dict[str, float] = {f"rollout/groups/{name}": self.counts[name] for name in names}
         metrics |= self.drops.collect()
@@ -193,10 +196,10 @@ class GroupPolicy:
 
 
 def result_of(task: asyncio.Task[Group], name: str) -> Group:
-    """Return the group of a task that is done, which messages call ``name``.
+    """Return the group of a finished task; ``name`` names it in errors.
 
     Raises:
-        HookError: it was cancelled, and not by the rollout.
+        HookError: the task was cancelled, but not by the rollout.
     """
     if task.cancelled():
         raise HookError(
@@ -207,10 +210,10 @@ def result_of(task: asyncio.Task[Group], name: str) -> Group:
 
 
 class GroupPool:
-    """Groups in flight and finished ones.  Every call is made on one event loop.
+    """Holds groups in flight and kept groups.  Not thread-safe: use it on one event loop only.
 
-    Invariant: a group that was submitted is in exactly one of ``in_flight``, ``kept``, a batch that was taken, the
-    dropped ones (counted, and shown to observers), or what ``abort`` gave back.
+    Invariant: a submitted group is in exactly one of ``in_flight``, ``kept``, a batch that was taken, the dropped
+    groups (which are counted and shown to observers), or the return value of ``abort``.
     """
 
     def __init__(
@@ -222,14 +225,14 @@ class GroupPool:
         rollout_id: int = 0,
         pushes_interrupt: bool = False,
     ) -> None:
-        """Make an empty pool.
+        """Create an empty pool.
 
         Args:
-            args: the run's.
-            state: the ``GenerateState`` of this process.
+            args: The run's arguments.
+            state: This process's ``GenerateState``.
             run_group: ``generate_and_rm_group``.
-            rollout_id: the rollout that begins.
-            pushes_interrupt: see ``GroupPolicy``.
+            rollout_id: The rollout that begins.
+            pushes_interrupt: See ``GroupPolicy``.
         """
         self.args, self.state = args, state
         self.policy = GroupPolicy(args, pushes_interrupt=pushes_interrupt)
@@ -246,22 +249,22 @@ class GroupPool:
         self.news = asyncio.Event()
         """Set when a group has come back or something failed; ``next_finished`` clears it."""
         self.room = asyncio.Event()
-        """Set when there may be room for another group; whoever starts groups clears it."""
+        """Set when there may be room for another group; the producer of groups clears it."""
 
     @property
     def num_outstanding(self) -> int:
-        """Groups on their way to a rollout."""
+        """Number of groups in flight or kept."""
         return len(self.in_flight) + len(self.kept)
 
     # Into the pool
 
     def admit(self, groups: Iterable[Group]) -> None:
-        """Check and count groups that the data source gave."""
+        """Check and count groups from the data source."""
         for group in groups:
             self.policy.admit(group, self.rollout_id)
 
     async def submit(self, groups: Iterable[Group]) -> None:
-        """Start the requests of groups, a few at a time, so that answers that arrive meanwhile need not wait."""
+        """Start the requests of groups, yielding to the event loop regularly so that answers are handled meanwhile."""
         for group in groups:
             self._start(group)
             self._num_started += len(group)
@@ -285,7 +288,7 @@ class GroupPool:
     # Out of flight
 
     def _on_done(self, task: asyncio.Task[Group]) -> None:
-        """Sort a group that came back: finished, cut off, or with an error.  An abort takes its groups itself."""
+        """Handle a group that came back finished, cut off, or with an error.  ``abort`` collects its own groups."""
         if self.state.aborted or task not in self.in_flight:
             return
         before = self.in_flight.pop(task)
@@ -298,7 +301,7 @@ class GroupPool:
             else:
                 stamp_start(group, self.rollout_id)
                 self._start(group, no_progress=no_progress)
-        except Exception as error:  # callbacks have no caller; whoever waits for groups raises it
+        except Exception as error:  # a callback has no caller: next_finished raises it instead
             self.fail(error)
         self._record_outstanding()
         self.news.set()
@@ -315,11 +318,11 @@ class GroupPool:
             self.kept.append(KeptGroup(before.min_version if oldest is None else oldest, self._num_kept, group))
 
     def _record_outstanding(self) -> None:
-        """Show plug-ins the number of groups where they look for it."""
+        """Publish the number of outstanding groups where plug-ins read it."""
         self.state.remaining_batch_size = self.num_outstanding
 
     def apply_staleness(self) -> None:
-        """Apply ``--stale-group-policy`` to kept groups that are too old for the rollout: masked, or drawn again."""
+        """Apply ``--stale-group-policy`` to kept groups that are too old for this rollout: mask or regenerate them."""
         if self.bound.limit is None:
             return
         for kept in [kept for kept in self.kept if self.bound.is_too_old(kept.group, self.rollout_id)]:
@@ -330,29 +333,29 @@ class GroupPool:
     # Waiting
 
     def fail(self, error: BaseException) -> None:
-        """Hand an error to whoever waits for groups; the first one counts."""
+        """Record an error for the waiting rollout to raise; only the first one is kept."""
         self._failure = self._failure or error
         self.news.set()
 
     @property
     def has_failed(self) -> bool:
-        """True when a group, or the production of groups, ended with an error."""
+        """True if a group or the producer failed."""
         return self._failure is not None
 
     def raise_failure(self) -> None:
-        """Raise what ended a group, or the production of groups."""
+        """Raise the recorded error of a group or the producer, if any."""
         if self._failure is not None:
             raise self._failure
 
     async def next_finished(self, wait: LongWait, detail: str) -> None:
-        """Return when a group has come back since the last call, or after ``POLL_S`` seconds.
+        """Wait until a group has come back since the last call, for at most ``POLL_S`` seconds.
 
         Args:
-            wait: deadline and progress line of the rollout.
-            detail: end of the progress line.
+            wait: The rollout's deadline and progress line.
+            detail: End of the progress line.
 
         Raises:
-            DeadlineError: the wait's time is over.
+            DeadlineError: the deadline has passed.
         """
         self.raise_failure()
         if wait.remaining_s <= 0:
@@ -370,7 +373,7 @@ class GroupPool:
         self.raise_failure()
 
     def no_groups_error(self) -> DataError:
-        """Return the error for a data source that has nothing to give."""
+        """Return the error for a data source that gave no groups."""
         return DataError(
             f"The data source gave no groups; rollout {self.rollout_id} has {self.num_outstanding} of "
             f"{self.config.rollout_batch_size}. Check --prompt-data and --buffer-filter-path."
@@ -379,7 +382,7 @@ class GroupPool:
     # Out of the pool
 
     def take(self, num_groups: int) -> list[Group]:
-        """Remove the ``num_groups`` oldest kept groups, and return them."""
+        """Remove and return the ``num_groups`` oldest kept groups."""
         self.kept.sort()
         batch = [kept.group for kept in self.kept[:num_groups]]
         del self.kept[:num_groups]
@@ -388,11 +391,11 @@ class GroupPool:
         return batch
 
     def take_batch(self, get_samples: Callable[[int], list[Group]]) -> tuple[list[Group], dict[str, float]]:
-        """Take the batch of the rollout, and call the two hooks that see a whole rollout.
+        """Take the rollout's batch and call the two hooks that process a whole rollout.
 
         Returns:
-            The ``--rollout-batch-size`` oldest groups, sorted by their first sample's ``index``; and the metrics
-            since the last batch.
+            The ``--rollout-batch-size`` oldest groups, sorted by their first sample's ``index``, and the metrics since
+            the last batch.
         """
         batch = sorted(self.take(self.config.rollout_batch_size), key=first_index)
         seen, self._seen = sorted(self._seen, key=first_index), []
@@ -416,12 +419,12 @@ class GroupPool:
 
 
 def num_tokens(group: Group) -> int:
-    """Return the response tokens of a group."""
+    """Return the number of response tokens in a group."""
     return sum(sample.response_length for sample in leaf_samples(group))
 
 
 def stamp_start(group: Group, rollout_id: int) -> None:
-    """Record in which rollout a sample's first tokens were drawn, unless it is recorded already."""
+    """Record the rollout that drew each sample's first tokens, unless already recorded."""
     for sample in leaf_samples(group):
         if sample.response_length > 0:
             sample.metadata.setdefault("start_rollout_id", rollout_id)

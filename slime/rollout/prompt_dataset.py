@@ -1,6 +1,7 @@
-"""Prompt data: a file of rows in, one ``Sample`` per row out, its prompt as the model reads it.
+"""Reads prompt data: one ``Sample`` per row of a file, with its prompt as the model reads it.
 
-Nothing is skipped in silence: a row without its keys, or with values of no use, ends the run, with file and line.
+Nothing is skipped silently: a row with missing keys or unusable values ends the run with an error that names the file
+and line.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 _TOKENIZE_BATCH = 1024
 _TOKENIZE_TIMEOUT_S = 600.0
-"""For a batch; prompts may be long."""
+"""Per batch; prompts may be long."""
 
 
 class Dataset:
-    """The samples of one prompt file, in file order or in the order of an epoch.
+    """The samples of one prompt file, in file order or in the shuffled order of an epoch.
 
-    Invariant: ``samples`` is a permutation of ``origin_samples``, which depends on seed and epoch only;
-    ``digests`` tell these rows in this order from others.
+    Invariant: ``samples`` is a permutation of ``origin_samples`` that depends only on the seed and the epoch.
+    ``digests`` identify these rows in file order.
     """
 
     def __init__(
@@ -58,17 +59,21 @@ class Dataset:
         """Read ``path``.
 
         Args:
-            path: .jsonl or .parquet, maybe with ``@[a:b]``.
-            tokenizer: renders the chat template and counts tokens.
-            processor: of a multimodal model, else None.
-            max_length: prompts with more tokens are left out; None keeps all.
-            prompt_key, label_key, tool_key, metadata_key: keys of a row.  Rows may lack tools and metadata.
-            multimodal_keys: kind -> key, for example ``{"image": "images"}``.
-            seed: of the shuffling.
-            apply_chat_template: render messages to text, ready for the response.
-            apply_chat_template_kwargs: further arguments of the template.
-            tools: of rows that have none of their own.
-            readers: import paths of those of paths that are no files, by prefix.
+            path: .jsonl or .parquet file, optionally followed by a row range ``@[a:b]``.
+            tokenizer: Renders the chat template and counts tokens.
+            processor: Processor of a multimodal model; None for a text model.
+            max_length: Prompts with more tokens are left out; None keeps all.
+            prompt_key, label_key, tool_key, metadata_key: Keys of a row.  Tools and metadata are optional in a row.
+            multimodal_keys: Kind -> key, for example ``{"image": "images"}``.
+            seed: Seed of the shuffling.
+            apply_chat_template: Render messages to text that ends where the response begins.
+            apply_chat_template_kwargs: Extra arguments for the template.
+            tools: Tools for rows that have none of their own.
+            readers: Path prefix -> import path of a :data:`~slime.rollout.prompt_files.Reader`, for data sets that are
+                not files.
+
+        Raises:
+            DataError: the file cannot be read, no row is left, or a row is malformed.
         """
         self.path = path
         self.seed = seed
@@ -113,7 +118,7 @@ class Dataset:
         self.digests = {"": RowDigests([digests[id(sample)] for sample in self.origin_samples])}
 
     def shuffle(self, new_epoch_id: int) -> None:
-        """Put the samples into the order of an epoch; it depends on nothing but the seed and the epoch."""
+        """Shuffle the samples into the order of an epoch, which depends only on the seed and the epoch."""
         if new_epoch_id == self.epoch_id:
             return
         order = list(range(len(self.origin_samples)))
@@ -129,14 +134,14 @@ class Dataset:
 
 
 def _multimodal_inputs(prompt: Any, processor: Any, where: str) -> dict[str, Any] | None:
-    """Return the images of a prompt; None for a text model or a prompt of text only."""
+    """Return the images of a prompt; None for a text model or a text-only prompt."""
     if processor is None or not isinstance(prompt, list):
         return None
     try:
         found = process_vision_info(prompt, processor)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
-    except Exception as error:  # image readers raise anything
+    except Exception as error:  # image readers may raise anything
         raise DataError(
             f"{where}: an image of the prompt cannot be read ({said_by(error)[:300]}). Correct the row."
         ) from error
@@ -144,12 +149,12 @@ def _multimodal_inputs(prompt: Any, processor: Any, where: str) -> dict[str, Any
 
 
 def _drop_long(samples: list[Sample], tokenizer: Any, processor: Any, max_length: int, path: str) -> list[Sample]:
-    """Drop samples with more than ``max_length`` prompt tokens; prompts that are messages are not measured."""
+    """Drop samples with more than ``max_length`` prompt tokens; prompts that are messages are not checked."""
     lengths: dict[int, int] = {}
     texts = [index for index, sample in enumerate(samples) if isinstance(sample.prompt, str)]
     if len(texts) < len(samples):
         logger.warning(
-            "%s: %d prompts are messages; only rendered prompts are measured against the maximal length %d "
+            "%s: %d prompts are messages; only rendered prompts are checked against the maximum length %d "
             "(--apply-chat-template renders them).",
             path,
             len(samples) - len(texts),
@@ -186,16 +191,16 @@ def _drop_long(samples: list[Sample], tokenizer: Any, processor: Any, max_length
     return kept
 
 
-# What a data set holds, as digests: whether it is another one at a resume, in which field, and from which row on.
-# A row counts by what reaches a prompt, a grader or a tool: its ``FIELDS``.
+# Digests of a data set.  At resume they tell whether the data changed, in which field, and from which row on.
+# They cover what reaches a prompt, a grader or a tool: the ``FIELDS`` of each row.
 
 
 FIELDS = ("prompt", "label", "metadata", "tools", "images")
-"""``images``: their names, or their bytes where a row holds them, of every key of ``--multimodal-keys``."""
+"""``images`` are the values of every key of ``--multimodal-keys``: file names, or bytes if a row holds them."""
 
 
 def digest_of(value: Any) -> int:
-    """Return a hash of a value of a row, 64 bits."""
+    """Return a 64-bit hash of a value."""
     return xxhash.xxh3_64_intdigest(json.dumps(value, default=_plain, separators=(",", ":")).encode())
 
 
@@ -206,32 +211,32 @@ def _plain(value: Any) -> Any:
 
 
 def row_digest(prompt: Any, label: Any, metadata: Any, tools: Any, images: Any) -> bytes:
-    """Return the digests of a row's ``FIELDS``, and the one of prompt and label that earlier versions had."""
+    """Return the packed 64-bit digests of a row's ``FIELDS``, then the prompt-and-label digest of earlier versions."""
     text = json.dumps([prompt, label], default=str, separators=(",", ":"))
     fields = map(digest_of, (prompt, label, metadata, tools, images))
     return struct.pack("<6Q", *fields, xxhash.xxh3_64_intdigest(text.encode()))
 
 
 class RowDigests:
-    """The digests of the rows of one data set, in their order."""
+    """Digests of the rows of one data set, in row order."""
 
     def __init__(self, rows: Sequence[bytes]) -> None:
         table = np.frombuffer(b"".join(rows), "<u8").reshape(len(rows), len(FIELDS) + 1)
         self.before = digest_of([table[:, -1].tolist(), None])
-        """The digest that positions of earlier versions hold: of prompts and labels alone."""
+        """Digest in data positions of earlier versions, which covers prompts and labels only."""
         fields = {name: xxhash.xxh3_64_hexdigest(table[:, k].tobytes()) for k, name in enumerate(FIELDS)}
         odd = np.arange(1, 2 * len(FIELDS), 2, dtype="<u8")
         each = ((table[:, :-1] * odd).sum(axis=1, dtype="<u8") >> np.uint64(32)).astype("<u4")
         self.state: dict[str, Any] = {"fields": fields, "rows": each.tobytes().hex()}
-        """For the data position: the digest of each field, and 32 bits for each row."""
+        """Stored in the data position: a digest per field, and 32 bits per row as hex."""
 
 
 def changed_rows(saved: Any, present: Mapping[str, RowDigests]) -> list[str]:
-    """Return in words what other rows the data sets have, by name, than those of a data position.
+    """Describe how the rows of the data sets differ from those of a saved data position; empty if they are the same.
 
     Args:
-        saved: the states of their :class:`RowDigests`, as a file gave them.
-        present: those of the data sets, whose order is their own.
+        saved: Data set name -> ``RowDigests.state``, as read from a file.
+        present: Data set name -> current digests, in data set order.
     """
     states = saved if isinstance(saved, Mapping) else {}
     found = []
@@ -252,7 +257,7 @@ def changed_rows(saved: Any, present: Mapping[str, RowDigests]) -> list[str]:
 
 
 def _first_difference(before: str, now: str) -> int:
-    """Return the number, from 1, of the first row whose 8 digits are others."""
+    """Return the number (from 1) of the first row whose 8 hex digits differ."""
     size = min(len(before), len(now))
     differing = (start for start in range(0, size, 8) if before[start : start + 8] != now[start : start + 8])
     return next(differing, size) // 8 + 1

@@ -1,7 +1,7 @@
-"""Prompt files: rows from .jsonl or .parquet, each with its place for errors, and checks of their values.
+"""Reads rows from .jsonl and .parquet prompt files, each with its location for errors, and checks their values.
 
-``path@[a:b]`` selects rows as a Python slice.  Nothing is skipped in silence: a line that does not decode ends the
-run, with the file and the line.
+``path@[a:b]`` selects rows like a Python slice.  Nothing is skipped silently: a line that does not decode ends the run
+with an error that names the file and line.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from slime.utils.misc import load_function
 SUFFIXES = (".jsonl", ".parquet")
 MAX_LINE_BYTES = 256 << 20
 MAX_DEPTH = 64
-"""Levels of nesting in a row.  A few hundred are beyond what copies and pickles of a sample can follow."""
+"""Maximum nesting depth of a row.  Copying or pickling a sample fails at a few hundred levels."""
 
 Reader = Callable[[str, slice, str], Iterator[tuple[str, dict[str, Any]]]]
-"""``(path, rows, flag)`` -> what ``read_rows`` yields, for paths with a prefix."""
+"""Called with ``(path, rows, flag)`` for a path with a registered prefix; yields the items of ``read_rows``."""
 FILES_ALONE: Mapping[str, str] = MappingProxyType({})
 
 _SLICED = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
@@ -46,7 +46,7 @@ _FOREIGN = {
     b"\xff\xfe": "text in UTF-16 or UTF-32; write it in UTF-8",
     b"\xfe\xff": "text in UTF-16; write it in UTF-8",
 }
-"""First bytes of files that are named .jsonl and are something else."""
+"""First bytes of files that are named .jsonl but have another format."""
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 70
@@ -54,13 +54,13 @@ _repr.maxlevel = 3
 
 
 def short(value: Any) -> str:
-    """Return the text of a value for an error, cut to 80 characters; values may be large or nested without end."""
+    """Return a value's repr for an error, cut to 80 characters; handles large and deeply nested values."""
     text = _repr.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def split_path(path: str) -> tuple[str, slice]:
-    """Return ``("data.jsonl", slice(0, 100))`` from ``"data.jsonl@[0:100]"``; every row without the suffix."""
+    """Split ``"data.jsonl@[0:100]"`` into ``("data.jsonl", slice(0, 100))``; no suffix selects all rows."""
     match = _SLICED.match(path)
     if match is None:
         return path, slice(None)
@@ -70,12 +70,12 @@ def split_path(path: str) -> tuple[str, slice]:
 
 
 def _bound(text: str) -> int:
-    """Return the number of a row; one with more digits than a file has rows means its end."""
+    """Parse a row number; one with more than 18 characters is clamped to ``sys.maxsize``."""
     return int(text[:20]) if len(text) <= 18 else (-sys.maxsize if text.startswith("-") else sys.maxsize)
 
 
 def parse_query(path: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the values of ``PREFIX:NAME?key=value&...``; values are JSON, or else text."""
+    """Return the name and the values of ``PREFIX:NAME?key=value&...``; values that are not JSON stay text."""
     name, _, query = path.partition(":")[2].partition("?")
     return name, {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
 
@@ -88,7 +88,7 @@ def _value(text: str) -> Any:
 
 
 def readers_of(args: Namespace) -> Mapping[str, str]:
-    """Return prefix -> import path of a :data:`Reader`, of data sets that are no files."""
+    """Return path prefix -> import path of a :data:`Reader`, for data sets that are not files."""
     readers: Mapping[str, str] = vars(args).get("prompt_readers", FILES_ALONE)
     return readers
 
@@ -100,16 +100,18 @@ def read_rows(
     columns: Collection[str] | None = None,
     readers: Mapping[str, str] = FILES_ALONE,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ``(where, row)`` for each selected row; ``where`` is ``"<file> line <n>"``, counted from 1, for errors.
+    """Yield ``(where, row)`` for each selected row.
+
+    ``where`` names the row in errors: ``"<file> line <n>"``, or ``"<file> row <n>"`` for parquet, counted from 1.
 
     Args:
-        path: .jsonl or .parquet, or what begins with the prefix of a reader, maybe with ``@[a:b]``.
-        flag: where the path comes from, for errors.
-        columns: those of a parquet file to read, as far as it has them; all by default.
-        readers: import paths by prefix.
+        path: .jsonl or .parquet file, or a path with the prefix of a reader, optionally followed by ``@[a:b]``.
+        flag: Flag that gave the path, for errors.
+        columns: Columns of a parquet file to read; missing ones are ignored.  None reads all.
+        readers: Path prefix -> import path of a :data:`Reader`.
 
     Raises:
-        DataError: the file is missing or of another kind, or a selected row cannot be decoded.
+        DataError: the file is missing or has another format, or a selected row cannot be decoded.
     """
     for prefix, reader in readers.items():
         if path.startswith(prefix):
@@ -137,10 +139,10 @@ def read_file(path: str) -> Iterator[dict[str, Any]]:
 
 
 def checked_file(path: str, flag: str) -> tuple[Path, slice]:
-    """Return the file and the rows that a path names.
+    """Return the file and the row range that a path names.
 
     Raises:
-        DataError: it is not there, or its name says that it is something else.
+        DataError: the file does not exist, or does not end in .jsonl or .parquet.
     """
     name, rows = split_path(path)
     file = Path(name)
@@ -187,11 +189,11 @@ def _lines(lines: IO[bytes], file: Path) -> Iterator[bytes]:
 
 
 def decode_json(text: str) -> Any:
-    """Return the value of a JSON text.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: it is not JSON, has a key twice in one object, an integer of thousands of digits, or is nested too
-            deeply to be copied.
+        ValueError: the text is not JSON, repeats a key in one object, has an integer with thousands of digits, or is
+            nested deeper than ``MAX_DEPTH`` levels.
     """
     try:
         value = _DECODER.decode(text)
@@ -248,14 +250,14 @@ def _decode_line(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _check_text(row: dict[str, Any], where: str) -> None:
-    r"""Refuse half of a surrogate pair, such as ``\\ud83d`` alone: no tokenizer and no file takes it."""
+    r"""Refuse a lone surrogate such as ``\\ud83d``, which no tokenizer or file accepts."""
     for key, value in row.items():
         try:
             json.dumps([key, value], ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise DataError(
                 f"{where}: {short(key)} is {short(value)}, with half of a surrogate pair "
-                f"({ascii(error.object[error.start])}), which is no character; write both halves, or remove it."
+                f"({ascii(error.object[error.start])}), which is not a character; write both halves, or remove it."
             ) from error
 
 
@@ -263,11 +265,11 @@ def _check_text(row: dict[str, Any], where: str) -> None:
 
 
 def without_absent(value: Any) -> Any:
-    """Return a value of an arrow table without the fields that are null, down to the innermost.
+    """Recursively remove null fields from a value of an Arrow table.
 
-    All structs of a column have the fields of every row there, so what a row did not have is null: a parameter of
-    another tool, an argument of another call.  Two nulls stay: the content of a message, which stands beside calls,
-    and the path of an image.
+    All structs of an Arrow column share one schema, so fields that a row did not have (a parameter of another tool, an
+    argument of another call) are null.  Two kinds of null are kept: a message's ``content``, which is null beside tool
+    calls, and the path of an image.
     """
     if isinstance(value, dict) and value.keys() != {"bytes", "path"}:
         stays = "content" if isinstance(value.get("role"), str) else None
@@ -276,7 +278,7 @@ def without_absent(value: Any) -> Any:
 
 
 def _select(numbered: Iterator[Any], rows: slice) -> Iterator[Any]:
-    """Return the items of a slice; read as a stream unless a bound counts from the end."""
+    """Return the items of a slice, as a stream unless a bound is negative."""
     if (rows.start or 0) < 0 or (rows.stop or 0) < 0:
         return iter(list(numbered)[rows])
     return itertools.islice(numbered, rows.start, rows.stop)
@@ -331,17 +333,17 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].strip(". ")[:200]
 
 
-# The values of a row: what a prompt, a label, metadata and tools may be.
+# Checks of a row's values: prompt, label, metadata and tools.
 
 MAX_PROMPT_CHARS = 4_000_000
-"""About a million tokens.  Tokenizers take minutes and more for what is much longer."""
+"""About a million tokens.  Tokenizers take minutes or longer for much longer prompts."""
 
 
 def check_prompt(prompt: Any, where: str) -> None:
-    """Check that a prompt is text, or a non-empty list of messages, and says something.
+    """Check that a prompt is text or a non-empty list of messages, and is not blank.
 
     Raises:
-        DataError: it is something else, is blank, or is longer than any model reads.
+        DataError: the prompt is anything else, is blank, or is longer than ``MAX_PROMPT_CHARS``.
     """
     if isinstance(prompt, str):
         if _is_blank(prompt):
@@ -365,7 +367,7 @@ def check_prompt(prompt: Any, where: str) -> None:
 
 
 def _check_message(message: Any, where: str) -> int:
-    """Check one message; return the characters of its text."""
+    """Check one message; return the number of characters of its text."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise DataError(f"{where} is {short(message)}; it must have a role.")
     role, content = message["role"], message.get("content")
@@ -391,7 +393,7 @@ def _check_message(message: Any, where: str) -> int:
     is_asked = role in ("user", "system")
     others = {key for key, value in message.items() if value is not None} - {"role", "name"}
     if content is None and others and not (is_asked and "content" in message):
-        return 0  # tool calls, or what a template of one's own reads
+        return 0  # tool calls, or fields that a custom template reads
     if content is None or not isinstance(content, Mapping) or is_asked:
         raise DataError(
             f"{where} has the content {short(content)}; it must be text, or a list of parts such as "
@@ -420,16 +422,16 @@ def _is_blank(text: str) -> bool:
 
 
 def check_label(label: Any, where: str, name: str, grader: Any = None) -> None:
-    """Check that a label is of use: finite, and for a built-in grader that compares answers with it, text or a number.
+    """Check that a label is finite, and that it is text or a number if a built-in grader compares answers with it.
 
     Args:
-        label: of the row.
-        where: the row.
-        name: column and flag of the label, for the error.
-        grader: ``rm_type`` of the row; None when something else judges answers.
+        label: Label of the row.
+        where: Name of the row, for errors.
+        name: Column and flag of the label, for errors.
+        grader: ``rm_type`` of the row; None if something else judges answers.
 
     Raises:
-        DataError: it is not.
+        DataError: the label is unusable.
     """
     parts = label if isinstance(label, list | tuple) else [label]
     if any(isinstance(part, float | Decimal) and not math.isfinite(part) for part in parts):
@@ -451,10 +453,10 @@ def check_label(label: Any, where: str, name: str, grader: Any = None) -> None:
 
 
 def check_grader(metadata: Mapping[str, Any], where: str, allowed: Collection[str]) -> None:
-    """Check that a row which names its grader names a built-in one.
+    """Check that the ``rm_type`` in a row's metadata, if any, is a built-in grader.
 
     Raises:
-        DataError: it does not.
+        DataError: the grader does not exist.
     """
     name = metadata.get("rm_type") or ""
     if name and (not isinstance(name, str) or name.strip().removeprefix(BOXED_PREFIX) not in allowed):
@@ -471,7 +473,7 @@ def _is_answer(value: Any) -> bool:
 
 
 def parse_tools(value: Any, where: str) -> list[Any] | None:
-    """Return the tools of a row, from a list or from JSON text; None when the row has none."""
+    """Return the tools of a row, given as a list or as JSON text; None if the row has none."""
     if isinstance(value, str):
         value = parse_json(value, "tools", where) if value.strip() else None
     if value is None:
@@ -494,7 +496,7 @@ def _is_tool(tool: Any) -> bool:
 
 
 def parse_metadata(value: Any, where: str) -> dict[str, Any]:
-    """Return the metadata of a row, from a dict or from JSON text; {} when the row has none."""
+    """Return the metadata of a row, given as a dict or as JSON text; {} if the row has none."""
     if isinstance(value, str):
         value = parse_json(value, "metadata", where) if value.strip() else None
     if not value:
@@ -505,7 +507,7 @@ def parse_metadata(value: Any, where: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, name: str, where: str) -> Any:
-    """Return the value of JSON ``text``."""
+    """Parse JSON ``text``; ``name`` and ``where`` are for errors."""
     try:
         return decode_json(text)
     except ValueError as error:

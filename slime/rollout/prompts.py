@@ -1,7 +1,7 @@
-"""The prompt of a row: its messages, their text and tokens, and the check of a prompt file before a job starts.
+"""Converts rows to prompts (messages, text, tokens), and checks prompt files before a job starts.
 
-Nothing is skipped in silence: ``check_prompt_file`` finds rows without their keys, or with values of no use, and names
-file and line before any GPU is taken.
+Nothing is skipped silently: ``check_prompt_file`` finds rows with missing keys or unusable values and names the file
+and line before any GPU is reserved.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from slime.utils.errors import DataError
 T = TypeVar("T")
 R = TypeVar("R")
 Row = tuple[str, list[dict[str, Any]], dict[str, Any]]
-"""What names a row in errors, its messages, and further arguments of the chat template."""
+"""(name of the row for errors, messages, extra arguments of the chat template)"""
 
 RENDER_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.5
 TEMPLATE_OVERDUE = (
-    "the chat template is still rendering after {:.0f} s; a loop in it may never end. Mend the template of "
+    "the chat template is still rendering after {:.0f} s; a loop in it may never end. Fix the template of "
     "--hf-checkpoint (chat_template.jinja), or the row."
 )
 TOKENIZER_OVERDUE = (
-    "the tokenizer is still at work after {:.0f} s; a regular expression of it may never end. Mend tokenizer.json of "
-    "--hf-checkpoint, or the row."
+    "the tokenizer is still running after {:.0f} s; one of its regular expressions may never end. Fix tokenizer.json "
+    "of --hf-checkpoint, or the row."
 )
 
 
 def as_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
-    """Return chat messages: a string becomes one user message, messages stay as they are.
+    """Return chat messages: a string becomes one user message, and messages stay as they are.
 
     Raises:
         DataError: the prompt is neither.
@@ -60,18 +60,19 @@ def as_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
 def render(
     tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None, where: str, /, **kwargs: Any
 ) -> str:
-    """Render messages as text by the tokenizer's chat template, up to the point where the response begins.
+    """Render messages as text with the tokenizer's chat template, up to where the response begins.
 
-    ``kwargs`` go to the template, and win: ``tools=None`` offers a model none that was taught its own.
+    ``kwargs`` are passed to the template and override the other arguments: ``tools=None`` offers no tools, for a model
+    that was trained with its own.
 
     Raises:
-        DataError: as ``apply_chat_template``.
+        DataError: see ``apply_chat_template``.
     """
     return apply_chat_template(tokenizer, messages, where, **{"tools": tools, "add_generation_prompt": True} | kwargs)
 
 
 class TemplateCheck:
-    """The rows of a data set on which its chat template is tried: the first one, and the first one with each role."""
+    """Collects rows of a data set to test its chat template on: the first row, and the first row with each role."""
 
     def __init__(self, kwargs: Mapping[str, Any], rows: list[Row]) -> None:
         self._kwargs = {"add_generation_prompt": True, **kwargs}
@@ -79,11 +80,11 @@ class TemplateCheck:
         self._seen: set[str] = set()
 
     def needs(self, prompt: Any) -> bool:
-        """Return True for a prompt with a role that no earlier one had."""
+        """Return True if the prompt has a role that no earlier prompt had."""
         return not _roles(prompt) <= self._seen
 
     def add(self, messages: list[dict[str, Any]], tools: list[Any] | None, where: str) -> None:
-        """Take a row to try the template on."""
+        """Add a row to test the template on."""
         self._seen |= _roles(messages)
         self._rows.append((where, messages, {"tools": tools, **self._kwargs}))
 
@@ -96,7 +97,7 @@ def encode(tokenizer: Any, text: str, where: str = "A prompt") -> list[int]:
     """Return the tokens of a rendered text.
 
     Raises:
-        DataError: the tokenizer breaks on it, or does not come to an end.
+        DataError: the tokenizer crashes or does not finish.
     """
     rows = [(where, text)]
     [ids] = map_with_deadline(
@@ -112,16 +113,16 @@ def map_with_deadline(
     timeout_s: float = RENDER_TIMEOUT_S,
     overdue: str = TEMPLATE_OVERDUE,
 ) -> list[T]:
-    """Return ``work(where, row)`` of each row; a template or tokenizer may never end, and nothing can interrupt it.
+    """Return ``work(where, row)`` for each row, with a deadline: a template or tokenizer may never end.
 
     Args:
-        work: runs in a thread, which is left behind when it is overdue.
-        rows: read in that thread, too.
-        timeout_s: for one row.
-        overdue: what an error says of a row that takes longer.
+        work: Runs in a thread, which is abandoned at the deadline because nothing can interrupt it.
+        rows: Iterated in that thread too.
+        timeout_s: Seconds per row.
+        overdue: Error text for a row that takes longer, with a placeholder for ``timeout_s``.
 
     Raises:
-        DataError: one row took longer, or broke a tokenizer.
+        DataError: a row took longer, or crashed the tokenizer.
     """
     done: list[T] = []
     failure: list[BaseException] = []
@@ -134,7 +135,7 @@ def map_with_deadline(
                 current = where, time.monotonic()
                 done.append(work(where, row))
                 current = None
-        except BaseException as error:  # raised again by the caller's thread
+        except BaseException as error:  # re-raised in the caller's thread
             failure.append(error)
 
     thread = threading.Thread(target=serve, name="slime-chat-template", daemon=True)
@@ -144,9 +145,11 @@ def map_with_deadline(
         at_work = current
         if at_work is not None and time.monotonic() - at_work[1] > timeout_s and thread.is_alive():
             raise DataError(f"{at_work[0]}: {overdue.format(timeout_s)}")
-    if failure and current is not None and type(failure[0]).__name__ == "PanicException":  # of Rust, and no Exception
+    if (
+        failure and current is not None and type(failure[0]).__name__ == "PanicException"
+    ):  # raised by Rust code; a BaseException
         raise DataError(
-            f"{current[0]}: the tokenizer breaks on it ({failure[0]}). Correct the row, or mend tokenizer.json of "
+            f"{current[0]}: the tokenizer breaks on it ({failure[0]}). Correct the row, or fix tokenizer.json of "
             "--hf-checkpoint."
         ) from failure[0]
     if failure:
@@ -157,17 +160,20 @@ def map_with_deadline(
 def insert_multimodal(
     messages: list[dict[str, Any]], row: Mapping[str, Any], multimodal_keys: Mapping[str, str], where: str
 ) -> list[dict[str, Any]]:
-    """Return messages in which each placeholder is replaced by the row's next item of its kind.
+    """Replace each placeholder in the messages by the row's next item of that kind.
 
     Args:
-        messages: chat messages; only contents that are strings are searched.
-        row: the data row.
-        multimodal_keys: kind (``image``) -> key of the row that lists the items.
-        where: the row, for errors.
+        messages: Chat messages; only string contents are searched.
+        row: The data row.
+        multimodal_keys: Kind (``image``) -> key of the row that lists the items.
+        where: Name of the row, for errors.
 
     Returns:
         New messages.  ``"a <image> b"`` becomes ``[{"type": "text", "text": "a "}, {"type": "image", "image": item},
-        {"type": "text", "text": " b"}]``; items that are dicts with a type are taken as they are.
+        {"type": "text", "text": " b"}]``; items that are dicts with a ``type`` are inserted unchanged.
+
+    Raises:
+        DataError: a kind is unknown, or the numbers of placeholders and items differ.
     """
     from slime.utils.types import MultimodalTypes
 
@@ -223,23 +229,24 @@ def check_prompt_file(
     label_flag: str = "--label-key",
     readers: Mapping[str, str] = FILES_ALONE,
 ) -> int:
-    """Count the selected rows, once each is known to decode and to hold what the run needs.
+    """Check that every selected row decodes and holds what the run needs; return the number of rows.
 
     Args:
-        path: .jsonl or .parquet, maybe with ``@[a:b]``.
-        input_key: key that every row must have.
-        label_key: key that every row must have, when given.
-        tool_key, metadata_key: keys that rows may have.
-        multimodal_keys: kind -> key; rows without such items may lack the key.
-        some_keys: key -> its flag; at least one row must have it.
-        grader: the built-in one of rows that name none; None when another one judges the label.
-        rm_types: graders that rows may name; None when nobody asks for these names.
-        template: gets the first row, and the first one with each role.
-        flag, input_flag, label_flag: names of the flags, for errors.
-        readers: import paths of those of paths that are no files, by prefix.
+        path: .jsonl or .parquet file, optionally followed by a row range ``@[a:b]``.
+        input_key: Key that every row must have.
+        label_key: Key that every row must have; None if the run needs no labels.
+        tool_key, metadata_key: Optional keys of a row.
+        multimodal_keys: Kind -> key.  Rows without such items may omit the key.
+        some_keys: Key -> its flag.  At least one row must have each key.
+        grader: Built-in grader of rows that do not name one; None if something else judges the label.
+        rm_types: Graders that rows may name; None if the run does not read these names.
+        template: Collects the rows to test the chat template on; None skips this.
+        flag, input_flag, label_flag: Flag names, for errors.
+        readers: Path prefix -> import path of a :data:`~slime.rollout.prompt_files.Reader`, for data sets that are not
+            files.
 
     Raises:
-        DataError: naming the file, the line and what is wrong.
+        DataError: names the file, the line and the problem.
     """
     is_file = not path.startswith(tuple(readers))
     file, rows = checked_file(path, flag) if is_file else (Path(path), split_path(path)[1])
@@ -278,7 +285,7 @@ def check_prompt_file(
 
 
 def check_keys(row: Mapping[str, Any] | Sequence[str], required: Mapping[str, str], where: str) -> None:
-    """Raise DataError for a key that a row lacks; ``required`` gives the flag that names each."""
+    """Raise DataError if the row lacks a key of ``required``, which maps keys to the flags that name them."""
     for key, flag in required.items():
         if key not in row:
             raise DataError(f"{where} has no key {key!r}, which {flag} names; it has {', '.join(row) or 'none'}.")
@@ -291,7 +298,7 @@ def normalised_prompt(
     apply_chat_template: bool,
     where: str,
 ) -> Any:
-    """Return the prompt: text stays text unless a chat template or multimodal items need messages."""
+    """Return the prompt of a row.  Text stays text unless a chat template or multimodal items require messages."""
     prompt = row[prompt_key]
     check_prompt(prompt, where)
     if isinstance(prompt, str) and not apply_chat_template and not multimodal_keys:
@@ -301,10 +308,10 @@ def normalised_prompt(
 
 
 def _check_images(prompt: list[dict[str, Any]], where: str) -> None:
-    """Decode the images of a row that are local; those behind URLs are fetched when the job reads its data.
+    """Decode a row's local images; images behind URLs are fetched when the job reads its data.
 
     Raises:
-        DataError: one of them cannot be used; it names the row.
+        DataError: an image cannot be used; the error names the row.
     """
     from slime.utils.processing_utils import image_sources, open_image
 

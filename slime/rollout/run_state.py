@@ -1,4 +1,4 @@
-"""The run of a rollout process: its rollouts, what observes their groups, and what a checkpoint holds of both."""
+"""State of the run in a rollout process: current rollout, group observers, and their positions in checkpoints."""
 
 from __future__ import annotations
 
@@ -20,81 +20,81 @@ logger = logging.getLogger(__name__)
 
 
 class GroupObserver:
-    """An observer of prompt groups.  A subclass overrides the events that it needs.
+    """Base class for observers of prompt groups.  Subclasses override the events they need.
 
-    The rollout calls the events of groups on its event loop, so they must return at once; the rollout manager calls
-    the others.
+    The rollout calls the group events on its event loop, so they must not block.  The rollout manager calls the other
+    events.
     """
 
     # Groups
 
     def answered(self, sample: Sample, entry: Entry) -> None:
-        """See what the generate function made of ``sample``; sample hooks and reward are still to come."""
+        """Called with the ``entry`` that the generate function returned for ``sample``, before hooks and reward."""
 
     def finished(self, group: Group) -> None:
-        """See a group whose executions are all answered and rewarded; the dynamic filter may still drop it."""
+        """Called when all executions of a group are answered and rewarded, before the dynamic filter."""
 
     def dropped(self, group: Group, reason: str | None) -> None:
-        """See a group that is not trained."""
+        """Called for a group that the dynamic filter drops."""
 
     def has_mask(self, sample: Sample) -> bool:
-        """Return whether a sample came back from a record with the mask of the rollout in progress; asked once."""
+        """Return whether a sample restored from a record already has the current rollout's mask; called once."""
         return False
 
     def lacks_hooks(self, sample: Sample) -> bool:
-        """Return whether an answer came back from a record that the sample hooks have not seen; asked once."""
+        """Return whether sample hooks must still run on an answer restored from a record; called once."""
         return False
 
     def take_metrics(self) -> dict[str, float]:
-        """Return metrics since the last call."""
+        """Return the metrics since the last call."""
         return {}
 
     # Rollouts
 
     def start(self, rollout_id: int) -> None:
-        """Prepare for the first rollout of this process; the data source stands where that one begins."""
+        """Prepare for the first rollout of this process; the data source is positioned at its beginning."""
 
     def make_samples(self, rollout_id: int, generate: Callable[[], RolloutFnTrainOutput]) -> RolloutFnTrainOutput:
-        """Return the samples of a rollout; ``generate`` asks the engines for them."""
+        """Return the samples of a rollout; ``generate`` produces them with the engines."""
         return generate()
 
     def trained(self, rollout_id: int) -> None:
-        """See that the optimizer took the steps of a rollout."""
+        """Called after the optimizer has taken the steps of a rollout."""
 
     # Checkpoints
 
     def position(self, rollout_id: int) -> Any:
-        """Return what a checkpoint must hold of the moment before rollout ``rollout_id`` begins."""
+        """Return the state just before rollout ``rollout_id`` begins, for a checkpoint."""
         return None
 
     def save(self, rollout_id: int, position: Any) -> None:
-        """Write what belongs to the checkpoint after ``rollout_id``.
+        """Write the observer's part of the checkpoint after ``rollout_id``.
 
         Args:
-            position: of :meth:`position`, from before the next rollout began; None where it has not begun.
+            position: Result of :meth:`position` from before the next rollout; None if that has not begun.
         """
 
     def published(self, rollout_id: int) -> None:
-        """See that the checkpoint after ``rollout_id`` counts."""
+        """Called when the checkpoint after ``rollout_id`` is complete."""
 
     def close(self) -> None:
-        """Write what is in memory."""
+        """Flush buffered data."""
 
 
 @dataclass
 class RunState:
-    """The rollout in progress, the observers, and the count of weight versions."""
+    """The current rollout, the observers, and the staleness bound."""
 
     observers: tuple[GroupObserver, ...] = ()
     rollout_id: int | None = None
-    """The rollout in progress; None before the first."""
+    """The current rollout; None before the first."""
     first_rollout_id: int | None = None
-    """The rollout that this process began with."""
+    """The first rollout of this process."""
     bound: StalenessBound | None = None
-    """Made by the first pool; its clock counts the versions from the first rollout on."""
+    """Created by the first pool; its clock counts weight versions from the first rollout on."""
 
     def begin(self, rollout_id: int | None) -> None:
-        """Announce rollout ``rollout_id``; None forgets all rollouts before."""
+        """Begin rollout ``rollout_id``; None resets the state."""
         self.rollout_id = rollout_id
         if rollout_id is None or self.first_rollout_id is None:
             self.first_rollout_id = rollout_id
@@ -112,18 +112,18 @@ def current_run() -> RunState:
 
 
 def use_run(run: RunState) -> RunState:
-    """Make ``run`` the run of this process, and return it."""
+    """Make ``run`` the run of this process and return it."""
     _RUNS[:] = [run]
     return run
 
 
 class CheckpointPosition:
-    """Positions of data source and observers, always of one moment: before a rollout began.
+    """Consistent positions of the data source and the observers, taken just before a rollout begins.
 
-    ``train_async.py`` saves rollout k while k+1 is under way; its prompts must not count as consumed.
+    ``train_async.py`` saves rollout k while rollout k+1 is running, whose prompts must not count as consumed.
 
-    Invariant: ``_before[k]`` is what all of them said just before rollout k began.  A rollout begins before a save or
-    after it, never while one is written.
+    Invariant: ``_before[k]`` holds all positions from just before rollout k began.  A rollout never begins during a
+    save.
     """
 
     def __init__(self, source: Any, observers: Sequence[GroupObserver] = ()) -> None:
@@ -133,7 +133,7 @@ class CheckpointPosition:
         self._lock = threading.Lock()
 
     def begin(self, rollout_id: int) -> None:
-        """Keep the positions from before rollout ``rollout_id`` takes groups from the data source."""
+        """Record the positions before rollout ``rollout_id`` takes groups from the data source."""
         with self._lock:
             state = self._frozen_state()
             self._before[rollout_id] = state, [observer.position(rollout_id) for observer in self._observers]
@@ -141,14 +141,14 @@ class CheckpointPosition:
                 del self._before[old]
 
     def _frozen_state(self) -> bytes | None:
-        """Freeze the state by pickling: it shares its samples with the rollout, which continues to change them."""
+        """Pickle the state, because the rollout continues to change the samples in it."""
         state_of = getattr(self._source, "state_dict", None)
         return None if state_of is None else pickle.dumps(state_of())
 
     def save(self, rollout_id: int) -> None:
         """Write the positions after ``rollout_id``.
 
-        A user's data source that has no ``state_dict``, or whose ``save`` takes no ``state``, is saved as it is now.
+        A user-defined data source without ``state_dict``, or whose ``save`` takes no ``state``, is saved as it is now.
         """
         with self._lock:
             is_ahead = rollout_id + 1 in self._before
@@ -159,7 +159,7 @@ class CheckpointPosition:
                 if is_ahead:
                     logger.warning(
                         "%s is saved after rollout %d while the next one takes groups from it: after a crash those "
-                        "may be missing. Give its save() a parameter `state`, a state_dict() to write.",
+                        "groups may be missing. Give its save() a parameter `state`, the state_dict() to write.",
                         type(self._source).__name__,
                         rollout_id,
                     )

@@ -1,4 +1,4 @@
-"""``--rollout-sample-hook-path``: user code that sees each sample after generation and before its reward."""
+"""``--rollout-sample-hook-path``: user code that runs on each sample after generation and before its reward."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class _HookConfig:
 
 
 def set_current_rollout_id(rollout_id: int | None) -> None:
-    """Announce the rollout that hooks hear of from now on; None forgets earlier ones."""
+    """Set the rollout id that hooks receive; None resets the state of the run."""
     current_run().begin(rollout_id)
 
 
 async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation: bool = False, **kwargs: Any) -> Any:
-    """Run every hook, in the order of the flags, on each sample of ``value``.
+    """Run every hook, in flag order, on each sample of ``value``.
 
     Args:
-        args: the run's arguments; ``rollout_sample_hook_path`` lists the hooks.
-        value: a sample, or a list of samples as a fan-out generate function returns.
+        args: The run's arguments; ``rollout_sample_hook_path`` lists the hooks.
+        value: A sample, or a list of samples from a generate function that fans out.
         evaluation: True for samples of an evaluation.
-        kwargs: further facts for hooks that ask for them by name; ``rollout_id`` is among them in any case.
+        kwargs: Extra keyword arguments, passed with ``rollout_id`` and ``evaluation`` to hooks that accept them.
 
     Returns:
-        ``value`` with samples replaced by those that hooks returned.
+        ``value``, with samples replaced by those that hooks returned.
 
     Raises:
         HookError: a hook returned neither a sample nor None.
@@ -62,6 +62,6 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation:
 async def _run(
     call: PluginCall, hook: Callable[..., Any], args: Namespace, sample: Sample, facts: Mapping[str, Any]
 ) -> Any:
-    """Call a hook, which may be a coroutine function."""
+    """Call a hook and await its result if needed."""
     returned = call_plugin(call, hook, args, sample, **facts)
     return await returned if inspect.isawaitable(returned) else returned

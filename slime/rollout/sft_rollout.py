@@ -1,6 +1,6 @@
-"""Supervised fine-tuning as a rollout: the responses are in the data, and no engine is asked.
+"""Supervised fine-tuning as a rollout: responses come from the data, without engines.
 
-Each row's prompt is a whole conversation; the loss mask marks what the assistant says in it.
+Each row's prompt is a whole conversation; the loss mask selects the assistant's tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _processor(hf_checkpoint: str, trust_remote_code: bool) -> Any:
 
 
 def mask_generator(args: Namespace) -> MultiTurnLossMaskGenerator:
-    """Return the generator of loss masks for ``--loss-mask-type``, made once."""
+    """Return the cached loss mask generator for ``--loss-mask-type``."""
     kwargs = json.dumps(getattr(args, "apply_chat_template_kwargs", None) or {}, sort_keys=True)
     return _mask_generator(args.hf_checkpoint, args.loss_mask_type, trusts_remote_code(args), kwargs)
 
@@ -46,8 +46,8 @@ def generate_rollout(
     """Return ``--rollout-batch-size`` groups of one finished sample each.
 
     Raises:
-        ConfigError: asked to evaluate, or for several samples of a prompt.
-        DataError: a prompt is not a conversation, or nothing in it is trained.
+        ConfigError: ``evaluation`` is True, or ``--n-samples-per-prompt`` is not 1.
+        DataError: a prompt is not a conversation, or has no token to train.
     """
     if evaluation:
         raise ConfigError("sft_rollout cannot evaluate: there is nothing to generate. Set --eval-function-path.")
@@ -71,9 +71,15 @@ def generate_rollout(
 def fill_from_conversation(
     sample: Sample, generator: MultiTurnLossMaskGenerator, processor: Any | None = None
 ) -> None:
-    """Set tokens, mask and length of a sample whose prompt is a conversation, with images where it has a processor.
+    """Fill in a sample whose prompt is a conversation: tokens, response length, loss mask, reward 0, COMPLETED.
 
-    The response begins at the first trained token; what is between the assistant's turns belongs to it, masked.
+    The response starts at the first trained token and includes the masked tokens between assistant turns.
+
+    Args:
+        processor: Required for conversations with images.
+
+    Raises:
+        DataError: the prompt is not a list of messages, has no token to train, or has images and no processor.
     """
     if not isinstance(sample.prompt, list):
         raise DataError(

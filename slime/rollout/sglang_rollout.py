@@ -1,13 +1,13 @@
-"""The default rollout: sample groups of answers from SGLang engines until enough of them are kept.
+"""The default rollout: generates groups of responses with SGLang engines until enough are kept.
 
     while kept < --rollout-batch-size:
         top up to the target with a wave of --over-sampling-batch-size groups
         wait for any group; the pool keeps, drops or continues it
-    abort what is left; with --partial-rollout it goes back to the data source
+    abort the other groups; with --partial-rollout they go back to the data source
 
-Read it from top to bottom: the state that requests share, one request (``generate``), one execution and its reward
-(``generate_and_rm``), one prompt (``generate_and_rm_group``), the rollout, its abort, the evaluation.  Plug-ins import
-these names, and may replace them in this module: every call looks them up here.
+In reading order: the state shared by requests, one request (``generate``), one execution and its reward
+(``generate_and_rm``), one prompt (``generate_and_rm_group``), the rollout, its abort, and the evaluation.  Plug-ins
+import these names and may replace them in this module: every call looks them up here.
 """
 
 from __future__ import annotations
@@ -85,19 +85,20 @@ logger = logging.getLogger(__name__)
 FIRST_REPEAT_S = 0.1
 MAX_REPEAT_S = 3.0
 IDLE_WAIT_S = 60.0
-"""Time that engines may stay busy after the last request has returned, before the rollout continues."""
+"""Seconds that engines may stay busy after the last request has returned before the rollout continues anyway."""
 MAX_EVAL_ATTEMPTS = 3
-"""Attempts to generate a sample of an evaluation that comes back aborted although nobody aborted it."""
+"""Attempts to generate an evaluation sample that engines keep aborting on their own."""
 PROMPTS_KEPT = 16
+"""Number of tokenized prompts to cache."""
 
 GetSamples = Callable[[int], list[Group]]
 
 
-# The state that requests share
+# The state shared by requests
 
 
 class GenerateState(metaclass=SingletonMeta):
-    """State that all requests of a process share; the arguments of the first construction count."""
+    """Process-wide state shared by all requests.  A singleton: arguments of later constructions are ignored."""
 
     def __init__(self, args: Namespace) -> None:
         config = rollout_config(args)
@@ -118,15 +119,15 @@ class GenerateState(metaclass=SingletonMeta):
         tune_garbage_collection(num_requests)
 
     def reset(self) -> None:
-        """Forget the rollout that has just ended."""
+        """Clear the state of the rollout that has just ended."""
         self.remaining_batch_size = 0
-        """Groups in flight and finished ones, of the rollout in progress."""
+        """Number of groups of the current rollout that are in flight or kept."""
         self.pendings: set[asyncio.Task[Group]] = set()
         self.aborted = False
         self._num_started = 0
 
     def prompt_ids(self, prompt: str) -> list[int]:
-        """Return the tokens of a prompt; do not change them.  Siblings ask in a row, so those of a few are kept."""
+        """Return a prompt's token ids; do not modify them.  Recent prompts are cached for their siblings."""
         ids = self._prompt_ids.get(prompt)
         if ids is None:
             ids = self._prompt_ids[prompt] = encode(self.tokenizer, prompt)
@@ -136,7 +137,7 @@ class GenerateState(metaclass=SingletonMeta):
 
     @contextmanager
     def dp_rank_context(self) -> Iterator[int]:
-        """Hold the data-parallel rank with the fewest requests for one request; it is also left in ``dp_rank``."""
+        """Assign one request to the data-parallel rank with the fewest requests; also sets ``dp_rank``."""
         rank = min(range(len(self.dp_counts)), key=self.dp_counts.__getitem__)
         self.dp_counts[rank] += 1
         self.dp_rank = rank
@@ -168,7 +169,7 @@ class GenerateState(metaclass=SingletonMeta):
 
 
 def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
-    """Return the URL of ``endpoint`` at the router of one served model; the default router when the name has none."""
+    """Return the URL of ``endpoint`` at the router of a served model, or at the default router for unknown names."""
     config = rollout_config(args)
     default = config.sglang_router_ip, config.sglang_router_port
     ip, port = (config.sglang_model_routers or {}).get(model_name, default)
@@ -176,12 +177,14 @@ def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate")
 
 
 async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Fill ``sample`` with one answer of the engine: tokens, log-probs, text, status.
+    """Generate one response and append its tokens, log-probs, text and status to ``sample``.
 
-    Returns the same object.  Its status ends as COMPLETED (stop), TRUNCATED (length) or ABORTED (stopped by us).
+    Returns:
+        The same object, with status COMPLETED (stop), TRUNCATED (length) or ABORTED.
 
     Raises:
-        EngineError: no engine answered, after the retries of the HTTP client, or the answer is not usable.
+        EngineError: no engine answered after all retries, or the answer is unusable.
+        DataError: the sample is neither pending nor aborted, or its prompt cannot be sent.
     """
     config, state = rollout_config(args), GenerateState(args)
     payload = request_payload(config, sample, sampling_params, state)
@@ -194,7 +197,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     except ProcessError:
         if not state.aborted:
             raise
-        # The rollout is over and this answer is not needed; what the sample held before stays valid.
+        # The rollout is over and does not need this answer; the sample's earlier tokens stay valid.
         logger.warning("Sample %s lost its engine during the abort; it keeps its earlier tokens.", sample.index)
         sample.status = Sample.Status.ABORTED
         return sample
@@ -209,10 +212,13 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
 async def generate_and_rm(
     args: Namespace, sample: Entry, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Entry:
-    """Run one execution with its reward: a Sample, or the list of Samples that a custom generate function made of it.
+    """Generate and reward one execution.
 
-    An entry that is answered already is not generated again; an aborted one comes back without a reward.  With
-    ``--group-rm`` rewards are left to ``generate_and_rm_group``.
+    An entry that is already finished is not generated again, and an aborted one is returned without a reward.  With
+    ``--group-rm``, ``generate_and_rm_group`` computes the rewards instead.
+
+    Returns:
+        A Sample, or the list of Samples that a custom generate function returned.
     """
     config = rollout_config(args)
     mask_earlier_tokens(config, sample)
@@ -236,7 +242,7 @@ async def generate_and_rm(
 
 
 def mask_earlier_tokens(config: RolloutConfig, entry: Entry) -> None:
-    """Zero the loss mask of tokens that older weights drew, with ``--mask-offpolicy-in-partial-rollout``."""
+    """With ``--mask-offpolicy-in-partial-rollout``, zero the loss mask of tokens drawn by older weights."""
     is_masking = config.partial_rollout and config.mask_offpolicy_in_partial_rollout
     observers = current_run().observers
     for sample in leaf_samples(entry):
@@ -269,15 +275,15 @@ async def _call_generate(
         part.group_index = sample.group_index if part.group_index is None else part.group_index
         if part.status is Sample.Status.PENDING and part.response_length and not is_ending:
             part.status = Sample.Status.COMPLETED
-        if part.status is Sample.Status.ABORTED and part.remove_sample:  # the function gave it up
+        if part.status is Sample.Status.ABORTED and part.remove_sample:  # the function gave up on it
             part.remove_sample = False
-            if not is_ending:  # else that may be why: it begins again in another rollout
+            if not is_ending:  # the end of the rollout may be why: the sample is then generated again in another one
                 leave_out(reward_config(args), part, RuntimeError(f"{call} gave it up"))
     return entry
 
 
 async def _reward(args: Namespace, config: RolloutConfig, entry: Entry) -> Entry:
-    """Reward the samples that have none, unless the whole group is rewarded at once or the entry was aborted."""
+    """Reward samples without a reward, unless the group is rewarded as a whole or the entry was aborted."""
     leaves = list(leaf_samples(entry))
     if any([observer.lacks_hooks(sample) for observer in current_run().observers for sample in leaves]):
         entry = await apply_rollout_sample_hooks(args, entry)
@@ -307,8 +313,8 @@ async def _reward_together(args: Namespace, samples: list[Sample]) -> None:
     if not is_one_each(rewards, samples):
         given = f"{len(rewards)} rewards" if isinstance(rewards, list | tuple) else str(rewards)[:80]
         raise HookError(
-            f"The reward function gave {given} for {len(samples)} samples; called with a list, it must return a list "
-            "with one reward each. Change the function that --custom-rm-path names."
+            f"The reward function returned {given} for {len(samples)} samples; given a list of samples, it must "
+            "return a list with one reward for each. Change the function that --custom-rm-path names."
         )
     for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = reward
@@ -320,10 +326,10 @@ async def _reward_together(args: Namespace, samples: list[Sample]) -> None:
 async def generate_and_rm_group(
     args: Namespace, group: Group, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Group:
-    """Run all executions of one prompt at once; they are rewarded together with ``--group-rm``.
+    """Run all executions of one prompt concurrently; with ``--group-rm``, reward them together.
 
-    A group whose samples are all finished (kept surplus of an earlier rollout) sends no request and keeps its masks.
-    When the rollout is aborted, unfinished samples are returned as they are.
+    A group whose samples are all finished (surplus of an earlier rollout) sends no request and keeps its masks.  If
+    the rollout is aborted, unfinished samples are returned as they are.
     """
     config, state = rollout_config(args), GenerateState(args)
     if state.aborted:
@@ -344,7 +350,7 @@ async def generate_and_rm_group(
 async def _run_entries(
     args: Namespace, config: RolloutConfig, group: Group, sampling_params: dict[str, Any], evaluation: bool
 ) -> Group:
-    """Run every entry, each with its own sampling parameters and session."""
+    """Run all entries, each with its own sampling parameters and session."""
     before: list[Sample | None] = []
     tasks = []
     for position, entry in enumerate(group):
@@ -363,7 +369,7 @@ async def _run_entries(
 
 
 def _restart_point(config: RolloutConfig, entry: Entry) -> Sample | None:
-    """Return the sample as it is before a custom generate function gets it; None where the built-in one runs."""
+    """Return a copy of the sample before a custom generate function changes it; None for the built-in function."""
     if isinstance(entry, list) or not (entry.generate_function_path or config.custom_generate_function_path):
         return None
     snapshot = copy.copy(entry)
@@ -374,7 +380,7 @@ def _restart_point(config: RolloutConfig, entry: Entry) -> Sample | None:
 
 
 def _restart_if_broken(entry: Entry, start: Sample | None) -> Entry:
-    """Return the sample that an interrupted fan-out started from: it cannot be continued from its parts."""
+    """Replace an interrupted fan-out by the sample it started from: its parts cannot be continued."""
     if start is None or isinstance(entry, Sample) or is_finished(entry):
         return entry
     start.status = Sample.Status.ABORTED
@@ -387,11 +393,11 @@ def _restart_if_broken(entry: Entry, start: Sample | None) -> Entry:
 def generate_rollout(
     args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Run one rollout, or one evaluation; the default ``--rollout-function-path`` and ``--eval-function-path``.
+    """Run one rollout or one evaluation; the default ``--rollout-function-path`` and ``--eval-function-path``.
 
-    Groups that a later rollout continues are given back to ``data_source.add_samples``.
+    Groups for later rollouts are returned to the data source by ``data_source.add_samples``.
     """
-    # The coroutines keep --rollout-timeout-s themselves, and know better what to say when it has passed.
+    # The coroutines enforce --rollout-timeout-s themselves, with more specific errors.
     timeout_s = rollout_config(args).rollout_timeout_s + 2 * IDLE_WAIT_S
     if evaluation:
         return run(eval_rollout(args, rollout_id), timeout_s)
@@ -407,13 +413,13 @@ async def generate_rollout_async(
     """Run one rollout.
 
     Returns:
-        The kept groups sorted by their first sample's ``index``, with metrics; and the groups to give back to the data
-        source: with ``--partial-rollout`` finished surplus first, then the interrupted ones; otherwise none.
+        The kept groups, sorted by their first sample's ``index``, with metrics; and the groups to return to the data
+        source: with ``--partial-rollout``, finished surplus groups and then interrupted ones; otherwise none.
 
     Raises:
         EngineError: no engine answered.
         DeadlineError: ``--rollout-timeout-s`` passed.
-        DataError: the data source has nothing to give, or gives groups of the wrong size.
+        DataError: the data source gave no groups, or groups of the wrong size.
     """
     pool = GroupPool(args, GenerateState(args), generate_and_rm_group, rollout_id=rollout_id)
     config = pool.config
@@ -445,7 +451,7 @@ async def generate_rollout_async(
 
 
 def _count_left_over(metrics: dict[str, float], surplus: list[Group], interrupted: list[Group]) -> dict[str, float]:
-    """Split the groups that were neither kept nor dropped: returned to the data source, or discarded."""
+    """Count the groups that were neither kept nor dropped: returned to the data source, or discarded."""
     left_over = metrics["rollout/groups/issued"] - metrics["rollout/groups/kept"] - metrics["rollout/groups/dropped"]
     num_returned = len(surplus) + len(interrupted)
     num_unfinished = sum(not is_finished(group) for group in interrupted)
@@ -461,17 +467,20 @@ def _count_left_over(metrics: dict[str, float], surplus: list[Group], interrupte
 
 
 async def abort(args: Namespace, rollout_id: int, *, timeout_s: float | None = None) -> list[Group]:
-    """Stop every pending group of the rollout and wait until all of them have come back.
+    """Abort every pending group of the rollout and wait until all have come back.
 
-    A request may still be on its way when the first abort arrives, so the abort is repeated until nothing is pending.
+    A request may reach its engine after the first abort, so the abort is repeated until nothing is pending.
+
+    Args:
+        timeout_s: Seconds to wait; defaults to ``--rollout-timeout-s``.
 
     Returns:
-        With ``--partial-rollout`` the groups in submission order, unfinished and just finished ones alike, their
-        samples stamped with ``metadata["start_rollout_id"]``; otherwise nothing.
+        With ``--partial-rollout``, the groups in submission order, unfinished or just finished, with
+        ``metadata["start_rollout_id"]`` set on samples that have response tokens; otherwise an empty list.
 
     Raises:
-        DeadlineError: something was still pending after ``timeout_s`` (``--rollout-timeout-s`` by default).
-        HookError: a group was cancelled by a custom function.
+        DeadlineError: a group was still pending after ``timeout_s``.
+        HookError: a custom function cancelled a group.
     """
     config, state = rollout_config(args), GenerateState(args)
     state.aborted = True
@@ -505,7 +514,7 @@ async def abort(args: Namespace, rollout_id: int, *, timeout_s: float | None = N
 
 
 async def _wait_until_idle(config: RolloutConfig, *, repeat_s: float) -> None:
-    """Repeat the abort until the engines are idle: requests of custom functions may have outlived their callers."""
+    """Repeat the abort until the engines are idle: requests of custom functions may outlive their callers."""
     deadline_s = time.monotonic() + IDLE_WAIT_S
     while busy := await _find_busy(config):
         if time.monotonic() > deadline_s:
@@ -517,10 +526,10 @@ async def _wait_until_idle(config: RolloutConfig, *, repeat_s: float) -> None:
 
 
 async def _find_busy(config: RolloutConfig) -> dict[str, int | None]:
-    """Return the engines that hold requests; the router in their place while it does not name them."""
+    """Return the engines that hold requests; if the router does not list its engines, return the router instead."""
     try:
         return {url: load for url, load in (await engine_loads(config)).items() if load}
-    except ProcessError:  # it is being started again, or its end will end the run
+    except ProcessError:  # the router is restarting, or its failure will end the run
         return {config.router_url: None}
 
 
@@ -528,20 +537,20 @@ async def _find_busy(config: RolloutConfig) -> dict[str, int | None]:
 
 
 async def eval_rollout(args: Namespace, rollout_id: int) -> RolloutFnEvalOutput:
-    """Evaluate all of ``args.eval_datasets`` at once; nothing is filtered, aborted or given back.
+    """Evaluate all ``args.eval_datasets`` concurrently; nothing is filtered, aborted or returned to a data source.
 
     Returns:
-        ``data[name] = {"rewards": [...], "truncated": [...], "samples": [...]}``, in the order of the prompts.
+        ``data[name] = {"rewards": [...], "truncated": [...], "samples": [...]}``, in prompt order.
 
     Raises:
-        ConfigError: ``--group-rm`` is set, which has no meaning for single answers.
+        ConfigError: ``--group-rm`` is set, but evaluation grades each answer separately.
         EngineError: no engine answered.
         DeadlineError: ``--rollout-timeout-s`` passed.
     """
     if rollout_config(args).group_rm:
         raise ConfigError(
-            "--group-rm is set, and evaluation grades each answer by itself. Turn evaluation off "
-            "(--eval-interval), or give another function for it with --eval-function-path."
+            "--group-rm is set, but evaluation grades each answer separately. Turn evaluation off (--eval-interval), "
+            "or set another evaluation function with --eval-function-path."
         )
     calls = [eval_rollout_single_dataset(args, rollout_id, dataset) for dataset in args.eval_datasets]
     tasks = [asyncio.create_task(call) for call in calls]
@@ -555,9 +564,9 @@ async def eval_rollout(args: Namespace, rollout_id: int) -> RolloutFnEvalOutput:
 async def eval_rollout_single_dataset(
     args: Namespace, rollout_id: int, dataset_cfg: EvalDatasetConfig
 ) -> dict[str, dict[str, list[Any]]]:
-    """Evaluate one data set: ``{name: {"rewards", "truncated", "samples"}}``.
+    """Evaluate one data set and return ``{name: {"rewards", "truncated", "samples"}}``.
 
-    Rewards are numbers: of a reward that is a dict, the entry ``--eval-reward-key`` (else ``--reward-key``).
+    For a reward dict, ``rewards`` holds its entry ``--eval-reward-key`` (or ``--reward-key`` if unset).
     """
     config, name = rollout_config(args), dataset_cfg.name
     requests = requests_of(args, config, dataset_cfg, GenerateState(args))
@@ -568,7 +577,7 @@ async def eval_rollout_single_dataset(
 
 
 async def _evaluate(args: Namespace, config: RolloutConfig, sample: Sample, params: dict[str, Any]) -> Entry:
-    """Generate and grade one answer; an answer that an engine broke off is continued, a few times."""
+    """Generate and grade one answer; continue an aborted one, with at most ``MAX_EVAL_ATTEMPTS`` attempts in all."""
     start: Entry = sample
     for _ in range(MAX_EVAL_ATTEMPTS):
         before = _restart_point(config, start)
@@ -577,6 +586,6 @@ async def _evaluate(args: Namespace, config: RolloutConfig, sample: Sample, para
             return entry
         start = _restart_if_broken(entry, before)
     raise EngineError(
-        f"Evaluation sample {sample.index} was broken off {MAX_EVAL_ATTEMPTS} times. Engines abort requests that do "
+        f"Evaluation sample {sample.index} was aborted {MAX_EVAL_ATTEMPTS} times. Engines abort requests that do "
         "not fit their context; look at their logs and at --eval-max-prompt-len."
     )

@@ -1,12 +1,11 @@
-"""Generation as a stream: what an engine has drawn is here while it draws on.
+"""Streaming generation, which keeps the tokens of a request that does not complete.
 
-``--custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming`` takes the place of the
-built-in generate.  The difference shows when a request does not end well: the tokens that had arrived are kept, be it
-that the rollout was aborted and the engine did not answer any more, or that its connection broke.  The request then
-continues from them, at another engine if need be.
+``--custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming`` replaces the built-in
+generate function.  Tokens that have arrived are kept if the connection breaks, or if the engine does not respond after
+the rollout was aborted.  After a broken connection the request continues from them, on another engine if necessary.
 
-SGLang repeats everything so far in each event, so bytes grow with the square of the length: raise
-``--sglang-stream-interval`` (tokens between two events) for long responses.
+Each SGLang event repeats the whole response so far, so the traffic grows with the square of the response length.  For
+long responses, raise ``--sglang-stream-interval`` (tokens between events).
 """
 
 from __future__ import annotations
@@ -46,16 +45,18 @@ logger = logging.getLogger(__name__)
 RETRY_WAIT_S = 1.0
 ABORT_POLL_S = 0.5
 ABORT_GRACE_S = 3.0
-"""Time for the engine to send its last event once the rollout is over."""
+"""Seconds for the engine to send its last event after the rollout is over."""
 
 
 async def generate_streaming(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Fill ``sample`` with one answer, read as a stream.
+    """Generate one response as a stream and append it to ``sample``.
 
-    Returns the same object.  Its status ends as COMPLETED, TRUNCATED or ABORTED; aborted, it holds what had arrived.
+    Returns:
+        The same object, with status COMPLETED, TRUNCATED or ABORTED.  An aborted sample holds the tokens that arrived.
 
     Raises:
-        EngineError: no engine answered, after as many attempts as the built-in generate makes.
+        ConfigError: ``--sglang-incremental-streaming-output`` is set.
+        EngineError: no engine answered, after as many attempts as the built-in generate function makes.
     """
     config, state = rollout_config(args), sglang_rollout.GenerateState(args)
     if config.sglang_incremental_streaming_output:
@@ -84,7 +85,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
             if num_failed > config.request_retries:
                 raise
             logger.warning(
-                "The stream of sample %s broke; it goes on from %d tokens: %s",
+                "The stream of sample %s broke; it continues from %d tokens: %s",
                 sample.index,
                 sample.response_length,
                 error,
@@ -98,12 +99,12 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
 async def _read_stream(
     args: Namespace, config: RolloutConfig, sample: Sample, payload: dict[str, Any], state: Any
 ) -> dict[str, Any]:
-    """Return the answer, as an aborted one if the rollout ended before it was complete.
+    """Return the answer, with finish reason ``abort`` if the rollout ended before it was complete.
 
-    When the stream breaks before its last event, what had arrived is appended to the sample, and the error is raised.
+    If the stream breaks before its last event, append what has arrived to the sample and raise the error.
     """
     decode = decoder_of(state, payload)
-    latest: bytes | None = None  # the last event repeats all earlier ones; it is decoded when the stream is over
+    latest: bytes | None = None  # the last event repeats all earlier ones, so only it is decoded
 
     async def read() -> None:
         nonlocal latest
@@ -118,7 +119,7 @@ async def _read_stream(
             raise EngineError(f"The stream of sample {sample.index} ended without a finish_reason.")
     except (ProcessError, asyncio.CancelledError) as error:
         output = _decode(latest)
-        # With its last event the answer is whole: only the end of the stream was lost.
+        # If the last event has arrived, the answer is complete: only the end of the stream was lost.
         if not isinstance(error, ProcessError) or not _is_whole(output):
             if latest is not None:
                 append_output(args, sample, _cut_off(output, decode), decode)
@@ -129,7 +130,7 @@ async def _read_stream(
 
 
 async def _until_over(reader: asyncio.Task[None], state: Any) -> None:
-    """Return when the stream has ended, or when the rollout is over and the engine does not end it."""
+    """Wait until the stream ends, or until ``ABORT_GRACE_S`` seconds after the rollout was aborted."""
     given_s = 0.0
     try:
         while given_s < ABORT_GRACE_S:
@@ -151,15 +152,15 @@ def _decode(event: bytes | None) -> dict[str, Any]:
 
 
 def _is_whole(output: dict[str, Any]) -> bool:
-    """Return True for an answer that has come to its end, and that no engine broke off."""
+    """Return True if the answer is complete and was not aborted."""
     reason = output["meta_info"].get("finish_reason")
     return isinstance(reason, dict) and reason.get("type") not in (None, "abort")
 
 
 def _cut_off(output: dict[str, Any], decode: Decode | None) -> dict[str, Any]:
-    """Return the same answer, as an aborted one if it is not finished.
+    """Mark an unfinished answer as aborted, and return it.
 
-    The engine holds back the words before a character that is not complete yet; its ids are there.
+    The engine holds back text before an incomplete character, but sends its ids, so the text is decoded from the ids.
     """
     if not output["meta_info"].get("finish_reason"):
         output["meta_info"]["finish_reason"] = {"type": "abort"}
@@ -169,7 +170,7 @@ def _cut_off(output: dict[str, Any], decode: Decode | None) -> dict[str, Any]:
 
 
 async def _events(config: RolloutConfig, sample: Sample, payload: dict[str, Any]) -> AsyncIterator[bytes]:
-    """Yield the events of the request, through the router, or from a worker when the router would lose a field."""
+    """Yield the events of the request, from the router, or from a worker if the router would drop a field."""
     with contextlib.ExitStack() as stack:
         address, headers = config.router_url, config.routing_headers(sample.session_id)
         if router_would_drop(payload):

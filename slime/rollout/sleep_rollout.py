@@ -1,4 +1,4 @@
-"""A rollout that never ends: it keeps engines up, so that they can be used or examined by hand."""
+"""A rollout that never ends, to keep the engines running for manual use or inspection."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ REPORT_INTERVAL_S = 3600
 
 
 def sleep(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
-    """Wait until the job is stopped; the job's own ``--rollout-timeout-s`` applies."""
+    """Sleep until the job is stopped or its ``--rollout-timeout-s`` ends it."""
     began = time.monotonic()
     while True:
-        logger.info("Engines have run for %.1f h; stop the job to end them.", (time.monotonic() - began) / 3600)
+        logger.info("Engines have run for %.1f h; stop the job to stop them.", (time.monotonic() - began) / 3600)
         time.sleep(REPORT_INTERVAL_S)

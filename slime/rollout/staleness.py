@@ -1,10 +1,10 @@
-"""Staleness of samples in weight versions, and the policy for those that are older than allowed.
+"""Staleness of samples in weight versions, and the policy for samples that are too old.
 
     staleness of a sample = version that the trainer holds when it trains the sample
-                          - oldest version that drew a trained token of it
+                          - oldest version that drew one of its trained tokens
 
-The engines report the version with every answer (``Sample.weight_versions``).  The trainer's version follows from the
-order of the training loops: a push after each ``--update-weights-interval`` rollouts.  ``VersionClock`` counts them.
+Engines report their version with every answer (``Sample.weight_versions``).  The trainer's version follows from the
+training loop, which pushes weights after every ``--update-weights-interval`` rollouts; ``VersionClock`` counts it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def version_number(version: Any) -> int | None:
-    """Return a weight version as a number; None for one that no trainer of ours gave (an engine's ``"default"``)."""
+    """Return a weight version as a number; None if it is not one (an engine starts with ``"default"``)."""
     try:
         return int(version)
     except (TypeError, ValueError):
@@ -32,9 +32,9 @@ def version_number(version: Any) -> int | None:
 
 
 def oldest_version(value: Entry | Iterable[Any]) -> int | None:
-    """Return the oldest version that drew a trained token of these samples; None when nothing of them is drawn yet.
+    """Return the oldest version that drew a trained token of these samples; None if there is none.
 
-    Removed samples do not count, nor calls that drew nothing or whose tokens were masked later.
+    Ignores removed samples, samples without response tokens, and calls whose tokens were masked later.
     """
     numbers = [
         number
@@ -47,9 +47,9 @@ def oldest_version(value: Entry | Iterable[Any]) -> int | None:
 
 
 def back_to_prompt(entry: Entry) -> Sample:
-    """Return the sample as it was before anything was drawn, for an entry whose response is too old to be trained.
+    """Reset an entry whose response is too old to its prompt, so that it can be generated again.
 
-    Of an execution that fanned out, the first part is taken; a custom generate function must be able to begin with it.
+    If the execution fanned out, its first part is used; a custom generate function must be able to start from it.
     """
     sample = next(leaf_samples(entry))
     fresh = Sample()
@@ -78,27 +78,27 @@ _REPLAY = ("rollout_log_probs", "rollout_top_p_token_ids", "rollout_top_p_token_
 
 
 class VersionClock:
-    """Count of weight versions: the one in the engines, and the one the trainer will hold at each rollout.
+    """Tracks the weight version of the engines, and the version the trainer will hold at each rollout.
 
-    Invariant: ``trained_at(k + n) - trained_at(k)`` is the number of pushes in between.  Versions are unknown (None)
-    until an engine has named a number; without a trainer they stay so.
+    Invariant: ``trained_at(k + n) - trained_at(k)`` is the number of pushes in between.  Versions are None until an
+    engine has reported a number, and always None without a trainer.
     """
 
     def __init__(self, config: RolloutConfig, first_rollout_id: int | None = None) -> None:
-        """Make a clock of a process that begins with ``first_rollout_id``, where that is known."""
+        """Create a clock for a process whose first rollout is ``first_rollout_id``, if known."""
         self._config = config
         self._interval = config.update_weights_interval
         self._is_still = config.debug_rollout_only
         self._first_rollout_id = first_rollout_id
         self._offset: int | None = None
         self.current: int | None = None
-        """The newest version known to be in the engines."""
+        """Newest version known to be in the engines."""
 
     async def refresh(self, rollout_id: int | None = None) -> None:
-        """Ask the engines for their version; one that does not answer does not count.
+        """Query the engines' versions and observe the smallest; engines that do not answer are ignored.
 
         Args:
-            rollout_id: the rollout that begins now; None between rollouts.
+            rollout_id: The rollout that begins now; None between rollouts.
         """
         if self._is_still:
             return
@@ -107,7 +107,7 @@ class VersionClock:
         self.observe(min(known, default=None), rollout_id)
 
     def observe(self, version: int | None, rollout_id: int | None = None) -> None:
-        """Record that engines held ``version``, at the beginning of rollout ``rollout_id`` if that is given."""
+        """Record that engines hold ``version``, at the beginning of rollout ``rollout_id`` if given."""
         if self._is_still:
             return
         if version is not None:
@@ -116,11 +116,11 @@ class VersionClock:
             return
         if self._offset is None:
             first = rollout_id if self._first_rollout_id is None else min(self._first_rollout_id, rollout_id)
-            # A loop that generates ahead has not pushed what the rollout before this one will train.
+            # A loop that generates ahead has not yet trained and pushed the previous rollout.
             pushed = 0 if rollout_id == first else (rollout_id - 1) // self._interval - first // self._interval
             self._offset = self.current - pushed - first // self._interval
         self._offset = max(self._offset, self.current - rollout_id // self._interval)
-        # Both loops push what rollout k-2 trained before they begin rollout k.
+        # Both training loops push the weights trained on rollout k-2 before they begin rollout k.
         self.current = max(self.current, self._offset + (rollout_id - 1) // self._interval)
 
     def trained_at(self, rollout_id: int) -> int | None:
@@ -128,16 +128,16 @@ class VersionClock:
         return None if self._offset is None else self._offset + rollout_id // self._interval
 
     def last_rollout_within(self, version: int, max_staleness: int) -> int | None:
-        """Return the last rollout that may train tokens of ``version``."""
+        """Return the last rollout that may train tokens drawn by ``version``; None if versions are unknown."""
         if self._offset is None:
             return None
         return (version + max_staleness - self._offset + 1) * self._interval - 1
 
 
 class StalenessBound:
-    """``--max-staleness`` and ``--stale-group-policy``, with counts of what they did.
+    """Applies ``--max-staleness`` and ``--stale-group-policy``, and counts what they did.
 
-    Without the flag everything is allowed, and only the ages are measured.
+    Without ``--max-staleness`` everything is allowed, and staleness is only measured.
     """
 
     def __init__(self, config: RolloutConfig, first_rollout_id: int | None = None) -> None:
@@ -148,13 +148,13 @@ class StalenessBound:
         self._warned = False
 
     def staleness(self, value: Any, rollout_id: int) -> int | None:
-        """Return the versions between the oldest trained token and the training of ``rollout_id``; None if unknown."""
+        """Return the staleness of samples if rollout ``rollout_id`` trains them, in versions; None if unknown."""
         trained = self.clock.trained_at(rollout_id)
         oldest = None if trained is None else oldest_version(value)
         return None if trained is None or oldest is None else trained - oldest
 
     def is_too_old(self, value: Any, rollout_id: int) -> bool:
-        """Return True when rollout ``rollout_id`` must not train this as it is."""
+        """Return True if the samples are too old for rollout ``rollout_id`` to train."""
         if self.limit is None:
             return False
         if self.clock.trained_at(rollout_id) is None and not self._warned:
@@ -167,7 +167,8 @@ class StalenessBound:
         """Apply the policy to a group that is too old for ``rollout_id``.
 
         Returns:
-            True when the group can be trained, its old samples masked; False when all its entries are prompts again.
+            True if the group can be trained, with its old samples masked; False if all its entries were reset to
+            prompts.
         """
         logger.warning(
             "The group of sample %d is %s weight versions old for rollout %d; --max-staleness is %s: %s.",
@@ -190,15 +191,15 @@ class StalenessBound:
         return False
 
     def screen(self, group: Group, rollout_id: int) -> None:
-        """Apply the policy to a group, fresh from the data source, that is too old already.
+        """Apply the policy to a group from the data source if it is already too old.
 
-        An unfinished one is left alone by the policy ``mask``: more of it is still to be drawn.
+        The policy ``mask`` skips unfinished groups, because more tokens are still to be drawn.
         """
         if (self.policy != "mask" or is_finished(group)) and self.is_too_old(group, rollout_id):
             self.apply_policy(group, rollout_id)
 
     def metrics(self, groups: Iterable[Any], rollout_id: int) -> dict[str, float]:
-        """Return ``rollout/staleness/*`` of groups that are handed to training, and the counts since the last call."""
+        """Return the ``rollout/staleness/*`` metrics of groups to be trained, and the counts since the last call."""
         ages = [age for group in groups if (age := self.staleness(group, rollout_id)) is not None]
         record: dict[str, float] = {}
         if ages:
@@ -213,15 +214,18 @@ class StalenessBound:
 def num_groups_allowed(
     bound: StalenessBound, *, next_rollout_id: int, num_rollout: int | None, batch_size: int
 ) -> float:
-    """Return how many groups may be under way when the engines draw with the present weights.
+    """Return how many groups may be outstanding (in flight or kept) while engines use their current weights.
 
-    Every group has a last rollout: the last one that may train its oldest token.  No group may begin when those under
-    way fill every batch up to its last rollout.  Infinite without a bound.
+    Every group has a last rollout: the last one that may train its oldest token.  No new group may start if the
+    outstanding groups already fill every batch up to its last rollout.
 
     Args:
-        next_rollout_id: the rollout that takes the next batch.
-        num_rollout: of the whole run, where that is known: nothing is drawn that no rollout would train.
-        batch_size: groups of a rollout.
+        next_rollout_id: The rollout that takes the next batch.
+        num_rollout: Number of rollouts in the run, if known: no group is generated that no rollout would train.
+        batch_size: Groups per rollout.
+
+    Returns:
+        The number of groups; infinite if neither the bound nor ``num_rollout`` limits it.
     """
     last = float("inf") if num_rollout is None else max(num_rollout - 1, next_rollout_id)
     version = bound.clock.current
@@ -236,13 +240,13 @@ def num_groups_due(
 ) -> int:
     """Return how many groups in flight the batch of ``rollout_id`` must wait for.
 
-    Batches take the oldest groups first.  One must wait until it has as many of the groups with last rollout j or
-    earlier as the batches after it, up to j, cannot take.
+    Batches take the oldest groups first.  For every j, this batch must take those groups with last rollout <= j that
+    the later batches up to j have no room for.
 
     Args:
-        in_flight: the oldest weight version of each group that is under way; 0 where it is not known.
-        kept: the same of the finished ones.
-        batch_size: groups of a rollout.
+        in_flight: Oldest weight version of each group in flight; 0 if unknown.
+        kept: Oldest weight version of each kept group; 0 if unknown.
+        batch_size: Groups per rollout.
     """
     if bound.limit is None or bound.clock.current is None:
         return 0

@@ -1,7 +1,7 @@
-"""The trial of a model's tokenizer and chat template, in a child process, at the start of a job.
+"""Tests a model's tokenizer and chat template in a child process at the start of a job.
 
-Both are programs of whoever made the model folder.  Loaded in the job, one that never ends stops the job, and one that
-makes gigabytes of text ends it without a word.
+Both are programs written by whoever made the model folder.  Run directly in the job, a program that never ends would
+hang the job, and one that produces gigabytes of text would kill it without an error message.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from slime.utils.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 TRIAL_TIMEOUT_S = 600.0
-"""For the whole; imports from a slow disk take their time, and each step has ``RENDER_TIMEOUT_S``."""
+"""Limit for the whole trial.  Each step is limited by ``RENDER_TIMEOUT_S``, but imports from a slow disk are not."""
 KILL_TIMEOUT_S = 30.0
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""Threads reserve memory, which counts against the limit."""
+"""Threads reserve memory, which counts toward the memory limit."""
 REMEDY = "Download the model again; if the file is as its maker wrote it, do not use this model."
 
 
 class TokenizerTrial:
-    """A child process that tries a model's tokenizer, and its chat template on some rows.  It ends with the block."""
+    """Context manager for a child process that tests a model's tokenizer, and its chat template on some rows."""
 
     def __init__(self, folder: str, *, has_template: bool, trusts_code: bool) -> None:
         """Start the process.
 
         Args:
-            folder: of the model.
-            has_template: whether rows will be rendered; else tokenizer.json is tried alone, in a tenth of the time.
-            trusts_code: whether the folder's Python code may run.
+            folder: Model folder.
+            has_template: Whether rows will be rendered.  If not, only tokenizer.json is tested, which is ten times
+                faster.
+            trusts_code: Whether the folder's Python code may run.
         """
         self.folder, self._trusts_code = folder, trusts_code
         self._rows: list[Row] = []
@@ -68,15 +69,15 @@ class TokenizerTrial:
             self._process.communicate(timeout=KILL_TIMEOUT_S)
 
     def template(self, kwargs: Mapping[str, Any] | None) -> TemplateCheck:
-        """Return what gathers the rows of a data set, to be rendered with ``kwargs``."""
+        """Return a collector for the rows of a data set, which will be rendered with ``kwargs``."""
         return TemplateCheck(kwargs or {}, self._rows)
 
     def finish(self) -> None:
-        """Wait for the trial, and look at the texts of the rows.
+        """Wait for the trial and check the rendered rows.
 
         Raises:
-            ConfigError: the tokenizer cannot be loaded, does not end, or takes too much memory.
-            DataError: the template does so, refuses a row, or prints what is no text.
+            ConfigError: the tokenizer cannot be loaded, does not finish, or takes too much memory.
+            DataError: the template does not finish, takes too much memory, refuses a row, or renders unusable text.
         """
         if self._process is None:
             return
@@ -100,7 +101,7 @@ class TokenizerTrial:
         judge(self._rows, [facts for facts in said if facts.keys() & {"text", "reason"}], template)
 
     def _render_here(self) -> None:
-        """Render the rows in this process: the tokenizer is one that needs torch, or cannot be loaded here either."""
+        """Render the rows in this process: the tokenizer needs torch, or loading it here raises the actual error."""
         if self._rows:
             from slime.utils.processing_utils import load_tokenizer
 
@@ -109,12 +110,12 @@ class TokenizerTrial:
             map_with_deadline(lambda where, row: render(tokenizer, row[0], None, where, **row[1]), rows)
 
     def _refuse(self, place: str, error: str | None) -> None:
-        """Raise for a trial that came to no end at ``place``."""
+        """Raise the error for a trial that died or timed out at ``place``; only warn if that was an import."""
         assert self._process is not None
         code = self._process.returncode
         what = f"ended with {error or f'signal {-code}'}; it may take {trial_child.MEMORY_BYTES >> 30} GiB"
         if code == -signal.SIGALRM:
-            what = f"was still at work after {RENDER_TIMEOUT_S:.0f} s"
+            what = f"was still running after {RENDER_TIMEOUT_S:.0f} s"
         if place == "import":
             logger.warning("The tokenizer of %s is not tried before its use: the trial %s.", self.folder, what)
         elif place == "tokenizer":
@@ -124,16 +125,16 @@ class TokenizerTrial:
             )
         else:
             raise DataError(
-                f"{place}: the chat template {what}; a loop in it may never end. Mend the template of --hf-checkpoint "
+                f"{place}: the chat template {what}; a loop in it may never end. Fix the template of --hf-checkpoint "
                 f"{self.folder} (chat_template.jinja), or the row."
             )
 
 
 def judge(rows: list[Row], answers: list[dict[str, Any]], template: str) -> None:
-    """Look at what ``trial_child.answers`` made of the rows.
+    """Check what ``trial_child.answers`` rendered from the rows.
 
     Raises:
-        DataError: the template refuses a row, or its text is none to train on.
+        DataError: the template refuses a row, or renders text that cannot be trained on.
     """
     for (where, messages, kwargs), answer in zip(rows, answers, strict=True):
         if "reason" in answer:

@@ -1,4 +1,4 @@
-"""What conversations share: tools of the policy (``--rollout-tools``), and the reward that an environment gives."""
+"""Shared by conversations: the policy's tools (``--rollout-tools``), and rewards given by an environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slime.utils.types import Sample
 NUM_THREADS = 32
 _THREADS = GraderThreads(NUM_THREADS)
 _READING = threading.Lock()
-"""One thread reads the tools, which may start servers; the others wait for them."""
+"""Held while the tools are read, which may start servers; other threads wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class TurnsConfig:
 
 
 def turns_config(args: Namespace) -> TurnsConfig:
-    """Return the config that ``args``, complete or not, gives."""
+    """Build the config from ``args``, which may be incomplete."""
     return read_config(TurnsConfig, args, add_rollout_arguments)
 
 
@@ -50,19 +50,19 @@ class Toolbox:
 
     functions: Mapping[str, Callable[..., Any]]
     schemas: list[dict[str, Any]]
-    """Their descriptions in OpenAI's form, as chat templates take them."""
+    """Tool descriptions in OpenAI format, as chat templates expect them."""
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, timeout_s: float) -> str:
-        """Return what a tool answers, as the policy reads it; a call that fails is answered with its error."""
+        """Call a tool and return the text that the policy reads: its result, or the error of a failed call."""
         try:
             answer = await call_in_time(self.functions[name], timeout_s, **arguments)
             return answer if isinstance(answer, str) else json.dumps(answer, default=str)
-        except Exception as error:  # what the policy asks for may break a tool in any way
-            return redacted_text(f"Error: {type(error).__name__}: {error}")  # it may name the tool's address
+        except Exception as error:  # the policy's arguments may break a tool in any way
+            return redacted_text(f"Error: {type(error).__name__}: {error}")  # the error may contain the tool's address
 
 
 ReadTools = Callable[[str], Iterable[tuple[dict[str, Any], Callable[..., Any]]]]
-"""A word of ``--rollout-tools`` -> (description in OpenAI's form, function) of each tool that it names."""
+"""Called with one value of ``--rollout-tools``; returns (description in OpenAI format, function) of each tool."""
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def _function_of(path: str) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
     try:
         function = load_function(path)
         return [(get_json_schema(function), function)]
-    except Exception as error:  # of the user's module, or a missing import
+    except Exception as error:  # raised by the user's module, or a missing import
         raise ConfigError(
             f"--rollout-tools {path} cannot be offered to the model ({type(error).__name__}: {error}). It must be "
             "a function with annotated parameters, and a docstring with a line for each of them under 'Args:'."
@@ -98,7 +98,7 @@ def toolbox(args: Namespace) -> Toolbox:
     """Return the tools of ``--rollout-tools``; the first call in a process may take minutes.
 
     Raises:
-        ConfigError: one of them cannot be imported or described, or its server does not answer.
+        ConfigError: a tool cannot be imported or described, or its server does not answer.
     """
     config = turns_config(args)
     with _READING:
@@ -106,16 +106,17 @@ def toolbox(args: Namespace) -> Toolbox:
 
 
 async def call_in_time(function: Callable[..., Any], timeout_s: float, /, *values: Any, **named: Any) -> Any:
-    """Call a function of the user's, in a new thread unless it is a coroutine; returns or raises what it does.
+    """Call a user function, in a new thread unless it is a coroutine function; return its result or raise its error.
 
     Raises:
-        RuntimeError: it called ``exit``.
-        TimeoutError: it took more than ``timeout_s`` seconds.
+        RuntimeError: the function called ``exit``.
+        TimeoutError: the call took more than ``timeout_s`` seconds.
+        TypeError: the arguments do not fit the function's signature.
     """
-    inspect.signature(function).bind(*values, **named)  # a call that does not fit costs no thread
+    inspect.signature(function).bind(*values, **named)  # fails before a thread is started
     late = "no answer within {:g} s (--turn-timeout-s)"
 
-    # SystemExit is caught where it is raised: it would end the event loop, and with it the run.
+    # Catch SystemExit inside the call: it would end the event loop, and with it the run.
     async def await_call() -> Any:
         try:
             return await function(*values, **named)
@@ -138,11 +139,11 @@ def _exited(error: SystemExit) -> RuntimeError:
 
 
 class EnvironmentFailure(RuntimeError):
-    """An environment raised, did not answer in time, or answered what no environment answers."""
+    """An environment raised an error, did not answer in time, or returned an invalid answer."""
 
 
 async def set_reward(config: RewardConfig, sample: Sample, reward: float, failure: EnvironmentFailure | None) -> None:
-    """Set what an environment gave, unless a grader is named; failures are logged and counted as graders' are."""
+    """Set an environment's reward unless a grader is configured; failures are handled like those of graders."""
     has_grader = sample.custom_rm_path or config.custom_rm_path or sample.metadata.get("rm_type") or config.rm_type
     sample.metadata["environment_reward"] = reward
 

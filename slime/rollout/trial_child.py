@@ -1,9 +1,9 @@
-"""The child process of ``tokenizer_trial``: a model's tokenizer and chat template at work for the first time.
+"""The child process of ``tokenizer_trial``: the first run of a model's tokenizer and chat template.
 
-A regular expression of tokenizer.json or a loop of a template may never end, or take all memory.  Here that costs this
-process: an alarm ends it, and its memory has a limit.  It says on a line each what it begins with and what came of it.
+A regular expression in tokenizer.json or a loop in a template may never end, or use all memory.  Here it can only kill
+this process, which has an alarm and a memory limit.  It prints one JSON line for each step it begins and each result.
 
-Run as a script.  Imports no torch, unless the model's own code may run, so that it starts fast.
+Run as a script.  For a fast start, it imports torch only if the model's own code may run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROBES = (
         for piece in [*"aA1 \n._-'=/,\u4e2d", "ab", "a ", "a1", "aA", ".\n", "word "]
     ),
 )
-"""Texts on which a regular expression that tries every division of a run would not come to an end."""
+"""Texts that make a regular expression with catastrophic backtracking run forever."""
 
 
 def main(folder: str, has_template: bool, trusts_code: bool, limit_s: int, max_chars: int) -> None:
@@ -36,7 +36,7 @@ def main(folder: str, has_template: bool, trusts_code: bool, limit_s: int, max_c
     say(begins="import")
     if has_template:
         if not trusts_code:
-            sys.modules["torch"] = None  # type: ignore[assignment]  # transformers goes without
+            sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then works without it
         from transformers import AutoTokenizer
     else:
         from tokenizers import Tokenizer
@@ -51,7 +51,7 @@ def main(folder: str, has_template: bool, trusts_code: bool, limit_s: int, max_c
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts_code)
         else:
             tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
-    except Exception as error:  # transformers raises anything; the parent process finds the words for it
+    except Exception as error:  # transformers may raise anything; the parent process reports it
         if isinstance(error, MemoryError):
             raise
         say(cannot_load=True)
@@ -67,14 +67,14 @@ def main(folder: str, has_template: bool, trusts_code: bool, limit_s: int, max_c
 
 
 def answers(tokenizer: Any, rows: Sequence[Sequence[Any]], max_chars: int) -> Iterator[dict[str, Any]]:
-    """Yield what comes of each row, ``[where, messages, arguments]``: a text, or why there is none."""
+    """Yield the progress and result of each row ``[where, messages, arguments]``: its text, or why there is none."""
     for where, messages, kwargs in rows:
         yield {"begins": where}
         try:
             text = str(tokenizer.apply_chat_template(template_messages(messages), tokenize=False, **kwargs))
         except MemoryError:
             yield {"reason": f"it takes more than {MEMORY_BYTES >> 30} GiB"}
-        except Exception as error:  # a template raises anything
+        except Exception as error:  # a template may raise anything
             yield {"reason": str(error)[:1000]}
         else:
             if len(text) <= max_chars:
@@ -91,6 +91,6 @@ def say(**facts: Any) -> None:
 if __name__ == "__main__":
     try:
         main(**json.loads(sys.argv[1]))
-    except BaseException as failure:  # a panic of tokenizers is no Exception
+    except BaseException as failure:  # a Rust panic in tokenizers is not an Exception
         say(broke=f"{type(failure).__name__}: {failure}"[:300])
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""A long wait for tasks, with a deadline and a line that says how far it is."""
+"""Long waits for tasks, with a deadline and a progress line."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _BAR_CELLS = 24
 class LongWait:
     """Deadline and progress line of one wait.
 
-    On a terminal the line is redrawn in place; elsewhere a new line is written every ``LINE_INTERVAL_S`` seconds, so
-    that a short wait writes nothing.
+    On a terminal the line is redrawn in place.  Otherwise a new line is written every ``LINE_INTERVAL_S`` seconds, so
+    short waits write nothing.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LongWait:
         self._clock = clock
         self._is_terminal = self._stream.isatty()
         self.interval_s = REDRAW_INTERVAL_S if self._is_terminal else LINE_INTERVAL_S
-        """Between two lines."""
+        """Seconds between two lines."""
         self._start_s = clock()
         self._seconds_before = dict(SECONDS)
         self._shown_s = self._start_s
@@ -63,13 +63,13 @@ class LongWait:
         return max(0.0, self.timeout_s - self.elapsed_s)
 
     def seconds_in_plugins(self) -> dict[str, float]:
-        """Return the time since the wait began that synchronous plug-ins held up the event loop, from a second on."""
+        """Return the seconds each synchronous plug-in has blocked the event loop during this wait, if at least 1."""
         before = self._seconds_before
         spent = {name: round(seconds - before.get(name, 0.0), 1) for name, seconds in dict(SECONDS).items()}
         return {name: seconds for name, seconds in spent.items() if seconds >= 1}
 
     def show(self, done: int, detail: str = "") -> None:
-        """Draw the line, when it is time to."""
+        """Draw the progress line if ``interval_s`` has passed."""
         if self._clock() - self._shown_s < self.interval_s:
             return
         self._shown_s = self._clock()
@@ -90,9 +90,9 @@ class LongWait:
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until each has ended, so that none of them outlives its rollout.
+    """Cancel tasks and wait until all have ended, so that none outlives its rollout.
 
-    A custom function may swallow the cancellation; such a task is named in the log after ``CANCEL_WAIT_S`` and left.
+    If a custom function swallows the cancellation, its task is logged after ``CANCEL_WAIT_S`` seconds and left alone.
     """
     waiting = list(tasks)
     for task in waiting:
@@ -102,7 +102,7 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     ended, left = await asyncio.wait(waiting, timeout=CANCEL_WAIT_S)
     for task in ended:
         if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not report it as forgotten
+            task.exception()  # mark it as retrieved; otherwise asyncio logs it
     if left:
         logger.error(
             "%d tasks have not ended %.0f s after they were cancelled, the first is %s. Which of these plug-ins "
@@ -117,7 +117,7 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
 async def deadline_error(
     config: RolloutConfig, what: str, wait: LongWait, *, num_done: int, pending: str
 ) -> DeadlineError:
-    """Return the error for a wait whose deadline passed: how far it came, and who works or has taken the time."""
+    """Return the error for a missed deadline, with the progress, the busy engines and the plug-ins that took time."""
     busy, calls = await busy_engines(config), calls_under_way()
     return DeadlineError(
         f"{what} did not end within {wait.timeout_s:.0f} s: {num_done} of {wait.total} are done, {pending}; "
@@ -128,12 +128,12 @@ async def deadline_error(
 
 
 async def wait_for_all(config: RolloutConfig, title: str, tasks: Collection[asyncio.Task[Any]], unit: str) -> None:
-    """Return when every task is done; raise what the first failing one raised.
+    """Wait until every task is done; raise the first error and cancel the other tasks.
 
-    Wakes once an interval, not once a task, so that thousands of tasks cost no more than a few.
+    Wakes up once per progress interval, not once per task, so thousands of tasks cost no more than a few.
 
     Raises:
-        DeadlineError: some were not done within ``--rollout-timeout-s``.
+        DeadlineError: some tasks were not done within ``--rollout-timeout-s``.
     """
     wait = LongWait(title, len(tasks), timeout_s=config.rollout_timeout_s)
     pending = set(tasks)

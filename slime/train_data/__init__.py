@@ -1,5 +1,5 @@
-"""From finished samples to packed micro-batches: pure data shapes, no args, no processes.
+"""Turns finished samples into packed micro-batches.  Pure data transformations: no args, no processes.
 
-convert (samples -> columns) -> schedule (which rank trains what, in which micro-batch) -> split (columns -> one
+convert (samples -> columns) -> schedule (assigns samples to steps, ranks and micro-batches) -> split (columns -> one
 rank's data) -> microbatch (one rank's data -> packed tokens).
 """

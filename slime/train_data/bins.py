@@ -1,6 +1,6 @@
-"""Putting lengths into bins: first fit, largest differencing, and splitting one bin.
+"""Bin packing and partitioning of lengths: first fit, largest differencing, and splitting one bin.
 
-Indices in, indices out; nothing here knows what is being packed.
+All functions take and return indices and do not depend on what is being packed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from slime.utils.errors import DataError
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Pack indices of ``lengths`` in arrival order, each into the first bin that still has room.
 
-    A length above ``capacity`` gets its own bin.  The first bin with room is found in a tournament tree over the
-    room left in each bin, so n lengths take O(n log n) instead of O(n * bins).
+    A length above ``capacity`` gets its own bin.  A tournament tree over the room left in each bin finds the first bin
+    with room, so n lengths take O(n log n) instead of O(n * bins).
     """
-    # Leaf b holds the room left in bin b, an inner node the larger of its two children; node 1 is the root.  Bins not
-    # yet opened have all their room, so that "open a new bin" is no case of its own: it is the leftmost that fits.
+    # Leaf b holds the room left in bin b; an inner node holds the larger value of its children; node 1 is the root.
+    # Unopened bins have full room, so opening a new bin needs no special case: it is the leftmost bin that fits.
     num_leaves = 1
     room = [0, capacity]
     bins: list[list[int]] = []
@@ -64,28 +64,29 @@ def _doubled(room: list[int], capacity: int) -> list[int]:
 
 
 _Subset: TypeAlias = tuple[float, int, list[int]]
-"""Weight, number of items, items: compared in this order, which two disjoint subsets never leave undecided."""
+"""(weight, number of items, items), compared in this order; disjoint subsets never compare equal."""
 
 _Partial: TypeAlias = list[_Subset]
-"""A partial partition into k subsets: the non-empty ones, lightest first; the missing ones are empty."""
+"""A partial partition into k subsets: its non-empty subsets, lightest first.  The others are empty."""
 
 
 def karmarkar_karp(weights: Sequence[float], k: int, *, equal_size: bool = False) -> list[list[int]]:
-    """Split indices of ``weights`` into k parts of nearly equal total weight, by the largest differencing method.
+    """Split indices of ``weights`` into k parts of nearly equal total weight, with the largest differencing method.
 
-    Two partial partitions with the largest spread are merged at a time, the heaviest subset of one with the lightest
-    of the other, until one is left.  About O(n log n) for n items, whatever k.
+    Repeatedly merges the two partial partitions with the largest spread, joining the heaviest subset of one with the
+    lightest of the other, until one partition is left.  Takes about O(n log n) for n items, independent of k.
 
     Args:
-        weights: one non-negative number per item.
-        k: number of parts.
-        equal_size: every part gets the same number of items.
+        weights: One non-negative number per item.
+        k: Number of parts.
+        equal_size: Give every part the same number of items.
 
     Returns:
         k lists of indices, each ascending.
 
     Raises:
-        DataError: fewer items than parts, or ``equal_size`` with a count that k does not divide.
+        DataError: there are fewer items than parts, ``equal_size`` and k does not divide the number of items, or zero
+            weights left a part empty.
 
     Source: Karmarkar and Karp, "The differencing method of set partitioning", UCB/CSD 82/113, 1982.
     """
@@ -107,16 +108,16 @@ def karmarkar_karp(weights: Sequence[float], k: int, *, equal_size: bool = False
         second = heap[0][-1]
         heapq.heapreplace(heap, _heap_entry(_merge(first, second, k), k))
     subsets = heap[0][-1]
-    if len(subsets) < k:  # only when weights are zero: empty subsets never outweigh
+    if len(subsets) < k:  # possible only with zero weights, which weigh no more than an empty subset
         raise DataError(f"the weights {list(weights)[:8]} left one of {k} parts empty; weights must be positive")
     return [sorted(items) for _, _, items in reversed(subsets)]
 
 
 def _heap_entry(partial: _Partial, k: int) -> tuple[float, float, int, int, _Partial]:
-    """Return ``partial`` after its sort key in the heap: larger spread first, then heavier heaviest subset.
+    """Return ``partial`` preceded by its heap key: largest spread first, then heaviest heaviest subset.
 
-    Plain numbers compare far faster than objects with their own comparison.  Heaviest subsets that weigh and
-    count the same differ in their first item, for they have none in common.
+    The key uses plain numbers, which compare much faster than objects with custom comparison.  Heaviest subsets of
+    equal weight and size differ in their first item, because they are disjoint.
     """
     weight, count, items = partial[-1]
     lightest = partial[0][0] if len(partial) == k else 0
@@ -124,15 +125,15 @@ def _heap_entry(partial: _Partial, k: int) -> tuple[float, float, int, int, _Par
 
 
 _FEW = 16
-"""Insert one by one when the other list is this many times longer; else sort."""
+"""Insert items one by one if the other list is this many times longer; otherwise sort."""
 
 
 def _merge(first: _Partial, second: _Partial, k: int) -> _Partial:
-    """Join the heaviest subset of ``first`` joined with the lightest of ``second`` and so on; both are used up.
+    """Merge two partitions, joining the heaviest subset of one with the lightest of the other; consumes both.
 
-    Counting empty subsets as lightest, only the ``overlap`` lightest non-empty ones of both sides meet a non-empty
-    partner.  The longer list is kept and the rest is inserted, so that the usual merge, of many subsets with one item,
-    moves a few pointers instead of sorting k subsets.
+    Empty subsets count as lightest, so only the ``overlap`` lightest non-empty subsets of each side have a non-empty
+    partner.  The longer list is kept and the other subsets are inserted into it: the usual merge, of many subsets with
+    a single one, then moves a few pointers instead of sorting k subsets.
     """
     longer, shorter = (first, second) if len(first) >= len(second) else (second, first)
     overlap = len(first) + len(second) - k
@@ -157,7 +158,7 @@ def _merge(first: _Partial, second: _Partial, k: int) -> _Partial:
 
 
 def split_bin(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Split a bin into halves of nearly equal length: longest first, each to the lighter half, ties to the first."""
+    """Split a bin into halves of nearly equal length: longest first, each to the shorter half, ties to the first."""
     halves: tuple[list[int], list[int]] = ([], [])
     totals = [0, 0]
     for item in sorted(items, key=lambda index: -lengths[index]):
@@ -170,7 +171,7 @@ def split_bin(items: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], 
 def split_until(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     """Split the heaviest of ``bins`` until there are ``num_bins``.
 
-    A bin that is split keeps its place with its first half; the second half goes to the end.
+    The first half of a split bin keeps its place; the second half is appended at the end.
 
     Raises:
         DataError: there are fewer items than ``num_bins``.

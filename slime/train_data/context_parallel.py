@@ -1,15 +1,15 @@
-"""The tokens of a sequence on each context-parallel rank: pure index arithmetic, rank and size passed in.
+"""Index arithmetic for the tokens of a sequence on each context-parallel rank; rank and size are arguments.
 
 Zigzag (the default): a sequence of length L is padded to ``2 * cp_size`` chunks of ``c = ceil(L / (2 * cp_size))``
-tokens; rank r keeps chunk r and chunk ``2 * cp_size - 1 - r``, so that every rank has an equal share of causal
-attention.  All-gather: the packed stream of a micro-batch is cut into ``cp_size`` contiguous chunks.
+tokens.  Rank r keeps chunks r and ``2 * cp_size - 1 - r``, so every rank has an equal share of causal attention.
+All-gather: the packed stream of a micro-batch is cut into ``cp_size`` contiguous chunks.
 
-The logit at position p predicts token p + 1, so the response of a sample owns the logits at
+The logit at position p predicts token p + 1, so the logits for a sample's response are at positions
 ``prompt_length - 1 ... total_length - 2``.
 
-Collectives are elsewhere: ``slime.backends.megatron_utils.cp_utils``.
+The collectives are in ``slime.backends.megatron_utils.cp_utils``.
 
-Shapes: L = tokens of one sequence, R = tokens of its response, r = those of them whose logits are on this rank.
+Shapes: L = tokens of one sequence, R = tokens of its response, r = response tokens whose logits are on this rank.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ class CPRank:
 
 
 class Window(NamedTuple):
-    """A run of response logits in this rank's packed stream."""
+    """A contiguous run of response logits in this rank's packed stream."""
 
     stream_start: int
-    """Offset of the run in the local stream of the micro-batch."""
+    """Offset of the run in this rank's stream of the micro-batch."""
     length: int
     token_start: int
     """Position in the full sequence of the first token that the run predicts."""
 
 
 def zigzag_chunk_size(total_length: int, cp_size: int) -> int:
-    """Return the tokens in each of the ``2 * cp_size`` chunks."""
+    """Return the number of tokens in each of the ``2 * cp_size`` chunks."""
     return math.ceil(total_length / (2 * cp_size))
 
 
 def local_length(total_length: int, cp_size: int) -> int:
-    """Return the tokens of a sequence on each rank under zigzag, padding included; without CP the sequence's own."""
+    """Return the number of tokens of a sequence on each zigzag rank, including padding; the full length without CP."""
     return total_length if cp_size == 1 else 2 * zigzag_chunk_size(total_length, cp_size)
 
 
 def logits_and_tokens_offsets(
     total_length: int, response_length: int, cp: CPRank
 ) -> tuple[int, tuple[Span, Span], tuple[Span, Span], tuple[Span, Span]]:
-    """Return a zigzag rank's part of a sample.
+    """Return the spans of a sample on a zigzag rank.
 
     Returns:
-        ``(chunk_size, chunks, logits, tokens)``: the spans of the two chunks in the padded sequence; in each of them
-        the positions whose logits predict response tokens; and the positions of those tokens, one further.  A chunk
-        without response logits has (0, 0) in the last two.
+        ``(chunk_size, chunks, logits, tokens)``: the spans of the rank's two chunks in the padded sequence; in each
+        chunk, the span of positions whose logits predict response tokens; and the span of those tokens, shifted by
+        one.  ``logits`` and ``tokens`` are (0, 0) for a chunk without response logits.
     """
     prompt_length = total_length - response_length
     size = zigzag_chunk_size(total_length, cp.size)
@@ -81,7 +81,7 @@ def logits_and_tokens_offsets(
 
 
 def response_spans(total_length: int, response_length: int, cp: CPRank) -> list[Span]:
-    """Return the ranges of the response, counted from its first token, whose logits are on this zigzag rank."""
+    """Return the spans of response tokens, relative to the response, whose logits are on this zigzag rank."""
     if cp.size == 1:
         return [(0, response_length)]
     prompt_length = total_length - response_length
@@ -90,12 +90,12 @@ def response_spans(total_length: int, response_length: int, cp: CPRank) -> list[
 
 
 def slice_zigzag(tokens: Tensor, cp: CPRank, *, pad_value: float = 0) -> Tensor:
-    """Return this rank's two chunks of a sequence, joined; without CP the sequence itself.
+    """Return this rank's two chunks of a sequence, concatenated; without CP, the sequence itself.
 
     Args:
         tokens: [L, ...]; trailing dimensions are kept.
-        cp: this rank.
-        pad_value: fills the positions beyond L.
+        cp: This rank.
+        pad_value: Value for the positions beyond L.
     """
     if cp.size == 1:
         return tokens
@@ -107,9 +107,9 @@ def slice_zigzag(tokens: Tensor, cp: CPRank, *, pad_value: float = 0) -> Tensor:
 
 
 def slice_response(values_R: Tensor, total_length: int, response_length: int, cp: CPRank) -> Tensor:
-    """Return the entries of a per-response-token tensor whose logits are on this zigzag rank."""
+    """Return the entries [r, ...] of a per-response-token tensor [R, ...] whose logits are on this zigzag rank."""
     if len(values_R) != response_length:
-        raise ValueError(f"{len(values_R)} values for a response of {response_length} tokens; there must be one each")
+        raise ValueError(f"{len(values_R)} values for a response of {response_length} tokens; each token needs one")
     if cp.size == 1:
         return values_R
     spans = response_spans(total_length, response_length, cp)
@@ -117,9 +117,9 @@ def slice_response(values_R: Tensor, total_length: int, response_length: int, cp
 
 
 def place_response(values_r: Tensor, total_length: int, response_length: int, cp: CPRank) -> Tensor:
-    """Return a zero tensor of the whole response with this rank's entries in their places; carries the gradient.
+    """Scatter this rank's entries [r, ...] into a zero tensor [R, ...] of the whole response; differentiable.
 
-    The sum of it over the context-parallel ranks is the whole response: the inverse of ``slice_response``.
+    Summed over the context-parallel ranks, the result is the whole response: the inverse of ``slice_response``.
     """
     if cp.size == 1:
         return values_r
@@ -133,7 +133,7 @@ def place_response(values_r: Tensor, total_length: int, response_length: int, cp
 
 
 def response_windows(total_lengths: Sequence[int], response_lengths: Sequence[int], cp: CPRank) -> list[list[Window]]:
-    """Return the runs of each sample's response logits in this rank's packed stream under zigzag (or without CP)."""
+    """Return each sample's runs of response logits in this rank's packed stream, under zigzag or without CP."""
     windows: list[list[Window]] = []
     start_of_sample = 0
     for total, response in zip(total_lengths, response_lengths, strict=True):
@@ -158,7 +158,7 @@ def allgather_response_windows(
     *,
     local_stream_length: int,
 ) -> list[list[Window]]:
-    """Return the run of each sample's response logits in this rank's contiguous chunk of the stream, if any."""
+    """Return each sample's run of response logits, if any, in this rank's contiguous chunk (all-gather layout)."""
     chunk_start = cp.rank * local_stream_length
     chunk_end = chunk_start + local_stream_length
     windows: list[list[Window]] = []

@@ -1,4 +1,4 @@
-"""Finished samples to the ``TrainBatch`` of their rollout; ``slime.train_data.split`` splits it among ranks."""
+"""Converts finished samples to the ``TrainBatch`` of their rollout; ``slime.train_data.split`` splits it by rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime.utils.types import Sample
 _PER_TOKEN = {
     name: column.read for name, column in COLUMNS.items() if column.span == "response" and column.read is not None
 }
-"""Columns with one entry per response token that are read from samples."""
+"""Readers of the columns with one entry per response token."""
 
 
 def samples_to_train_data(
@@ -32,19 +32,19 @@ def samples_to_train_data(
 ) -> TrainBatch:
     """Return the columns of one rollout's samples.
 
-    This is the one check of what a rollout hands to the trainer; ``split`` checks the values of tokens, masks and
-    log-probs when it makes tensors of them.
+    This is the only check of what a rollout hands to the trainer.  ``split`` checks the values of tokens, masks and
+    log-probs when it converts them to tensors.
 
     Args:
-        samples: flat, in the order in which they will be scheduled.
-        raw_rewards: reward of each sample as the grader gave it.
-        rewards: reward of each sample as the advantage estimator takes it.
-        rollout_top_p: nucleus the engine sampled from; below 1 every sample must carry its kept token ids.
-        routed: of a model whose training replays the engine's choice of experts, which every sample must then carry.
-        extra: further columns.
+        samples: Flat list, in scheduling order.
+        raw_rewards: Reward of each sample from the grader.
+        rewards: Reward of each sample for the advantage estimator.
+        rollout_top_p: ``top_p`` of sampling; below 1, every sample with a trained token must have its nucleus ids.
+        routed: Set if training replays the engine's expert choices, which the samples must then have.
+        extra: Additional columns.
 
     Raises:
-        DataError: a sample breaks its own invariants; the message names its index and the field.
+        DataError: there are no samples, or a sample is inconsistent; the message names its index and the field.
     """
     if not samples:
         raise DataError("a rollout gave no samples to train on; check the filters and the rollout function")
@@ -92,10 +92,10 @@ def samples_to_train_data(
 
 
 def check_columns(batch: TrainBatch, named: Mapping[str, tuple[Collection[str], str]] | None = None) -> None:
-    """Check what a converter of the user's made, as ``samples_to_train_data`` checks samples.
+    """Check the output of a custom converter like ``samples_to_train_data`` checks samples.
 
     Args:
-        named: column -> the names that its samples may have there, if it exists, and the flag that gives them.
+        named: Column -> (allowed names of its entries, flag that lists them); columns that do not exist are skipped.
 
     Raises:
         DataError: names the sample and the column.
@@ -149,34 +149,34 @@ def _check_numbers(batch: TrainBatch) -> None:
         sample = sample_name(batch, position)
         if not isinstance(reward, Real | torch.Tensor) or not is_finite(reward):
             raise DataError(
-                f"{sample} has the reward {str(reward)[:200]!r} ({type(reward).__name__}); what is trained on must be "
-                "a finite number"
+                f"{sample} has the reward {str(reward)[:200]!r} ({type(reward).__name__}); rewards for training must "
+                "be finite numbers"
             )
         total = None if batch.rollout_mask_sums is None else batch.rollout_mask_sums[position]
         is_sum = total is None or (isinstance(total, Real | torch.Tensor) and is_finite(total) and total >= 0)
         if not isinstance(batch.rollout_ids[position], Integral | str) or not is_sum:
             raise DataError(
                 f"{sample} has {str(batch.rollout_ids[position])[:80]!r} in rollout_ids and {str(total)[:80]!r} in "
-                "rollout_mask_sums; these are a whole number and a finite one"
+                "rollout_mask_sums; they must be a whole number and a finite number >= 0"
             )
 
 
 def sample_name(batch: TrainBatch, position: int) -> str:
-    """Return the words that name a sample in an error: its index where it has one, else its position."""
+    """Return a sample's name for errors: its index, or its position if it has no index."""
     index = batch.sample_indices[position] if batch.sample_indices is not None else None
     return f"sample {index}" if index is not None else f"sample {position} of the train data"
 
 
 def is_finite(value: Any) -> bool:
-    """Return True when a number, or a tensor of one, is finite as a float."""
+    """Return True if a number, or a tensor with one element, is finite as a float."""
     try:
         return math.isfinite(value)
-    except (ValueError, OverflowError, RuntimeError):  # a tensor of several; a whole number of 400 digits
+    except (ValueError, OverflowError, RuntimeError):  # a tensor with several elements; an integer of 400 digits
         return False
 
 
 def _count(values: Any) -> int | None:
-    """Return the length of a list, an array or a tensor; None of anything else."""
+    """Return the length of a list, array or tensor; None for anything else."""
     is_list = hasattr(values, "__len__") and not isinstance(values, str | bytes | Mapping | set)
     return len(values) if is_list and getattr(values, "ndim", 1) > 0 else None
 
@@ -186,9 +186,9 @@ def _shown(count: int | None, value: Any) -> str:
 
 
 def rollout_mask_sums(loss_masks: Sequence[Ints], rollout_ids: Sequence[int]) -> list[int]:
-    """Return for each sample the trained tokens of its whole rollout, siblings of a fan-out included.
+    """Return for each sample the number of trained tokens of its whole execution, over all samples of a fan-out.
 
-    The loss divides by it, so that a rollout counts once however many samples it was cut into.
+    The loss divides by it, so an execution counts once however many samples it was split into.
     """
     totals: dict[int, int] = defaultdict(int)
     for mask, rollout_id in zip(loss_masks, rollout_ids, strict=True):
@@ -200,19 +200,19 @@ def rollout_mask_sums(loss_masks: Sequence[Ints], rollout_ids: Sequence[int]) ->
 
 
 def source_name(sample: Sample) -> str:
-    """Return the data source of a sample: ``sample.source``, else ``metadata["source_name"]``, else "unknown"."""
+    """Return a sample's data source: ``sample.source``, else ``metadata["source_name"]``, else "unknown"."""
     own = getattr(sample, "source", None)
     return str(own or (sample.metadata or {}).get("source_name") or "unknown")
 
 
 def named_entry(sample: Sample, key: str | None, allowed: Collection[str], flag: str) -> str:
-    """Return the entry ``key`` of a sample's metadata, without a key its data source.
+    """Return the entry ``key`` of a sample's metadata, or its data source if ``key`` is None.
 
     Args:
-        allowed: the values that it may have, by ``flag``.
+        allowed: Allowed values, listed by ``flag``.
 
     Raises:
-        DataError: it has another value.
+        DataError: the value is not allowed.
     """
     value = source_name(sample) if key is None else (sample.metadata or {}).get(key)
     if not isinstance(value, str) or value not in allowed:
@@ -222,7 +222,7 @@ def named_entry(sample: Sample, key: str | None, allowed: Collection[str], flag:
 
 
 def _rollout_ids(samples: Sequence[Sample]) -> list[int]:
-    """Return each sample's rollout id; one without counts as a separate rollout and gets the next unused number."""
+    """Return each sample's rollout id; a sample without one is a separate execution with the next unused number."""
     used = {sample.rollout_id for sample in samples if sample.rollout_id is not None}
     ids: list[int] = []
     candidate = 0
@@ -246,7 +246,7 @@ def _loss_mask(sample: Sample) -> list[int]:
 
 
 def _optional_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Return the columns that are read from samples and that any of them has."""
+    """Return the columns read from samples, as far as any sample has an entry."""
     columns: dict[str, list[Any]] = {}
     for name, column in COLUMNS.items():
         entries = [column.read(sample) for sample in samples] if column.read is not None else []

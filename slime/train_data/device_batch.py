@@ -1,10 +1,10 @@
-"""A rank's rollout while it is trained on: the columns of its ``RankBatch`` on the device, and what the trainer adds.
+"""A rank's rollout during training: the columns of its ``RankBatch`` on the device, and what the trainer computes.
 
-Hooks of the trainer are promised a dict that they may change; :class:`DeviceBatch` is that dict, and gives slime's own
-code the columns it reads as typed attributes.
+Trainer hooks get a mutable dict.  :class:`DeviceBatch` is that dict, and gives slime's own code typed attributes for
+the columns it reads.
 
-Shapes: N = samples of this rank; L = tokens of a sample; R = tokens of its response; r = those of them that this
-context-parallel rank has.
+Shapes: N = samples of this rank; L = tokens of a sample; R = tokens of its response; r = response tokens on this
+context-parallel rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class _Always(Generic[T]):
-    """An entry that a batch has by the time it is read, under the name of the attribute or under ``key``."""
+    """An entry that exists whenever it is read, stored under ``key`` or else under the attribute's name."""
 
     def __init__(self, key: str = "") -> None:
         self.key = key
@@ -37,7 +37,7 @@ class _Always(Generic[T]):
 
 
 class _Sometimes(_Always[T | None]):
-    """An entry that is None where the batch does not have it."""
+    """An entry that is None if the batch does not have it."""
 
     def read(self, batch: DeviceBatch) -> T | None:
         """Return the entry, or None."""
@@ -45,30 +45,30 @@ class _Sometimes(_Always[T | None]):
 
 
 class DeviceBatch(dict[str, Any]):
-    """The columns by name, one entry per sample in each; the key of a column is the name of its attribute.
+    """Columns by name, each with one entry per sample; a column's key is its attribute name.
 
-    ``slime.train_data.columns`` says what the columns of a rollout hold.  Those without an attribute here, a custom
-    converter's among them, are read by key.
+    ``slime.train_data.columns`` documents the columns of a rollout.  Columns without an attribute here, such as those
+    of a custom converter, are read by key.
     """
 
     tokens = _Always[list[Tensor]]()
     """[L] int64."""
     host_tokens = _Sometimes[list[Tensor]]()
-    """The same on the host, where samples have images."""
+    """``tokens`` on the host, if samples have images."""
     total_lengths = _Always[list[int]]()
     """L."""
     response_lengths = _Always[list[int]]()
     """R."""
     loss_masks = _Always[list[Tensor]]()
-    """[R] int32, whole on every context-parallel rank."""
+    """[R] int32, complete on every context-parallel rank."""
     rollout_mask_sums = _Always[Tensor]()
     """[N] fp32."""
     rewards = _Always[list[float]]()
     raw_reward = _Sometimes[list[Any]]()
     graded = _Sometimes[list[bool]]()
-    """Both of the whole rollout."""
+    """``raw_reward`` and ``graded`` cover the whole rollout."""
     rollout_log_probs = _Sometimes[list[Tensor]]()
-    """[r] fp32, as all columns of tokens below."""
+    """[r] fp32, like all per-token columns below."""
     teacher_log_probs = _Sometimes[list[Tensor]]()
     rollout_routed_experts = _Sometimes[list[Tensor]]()
     sample_indices = _Sometimes[list[int]]()
@@ -81,15 +81,15 @@ class DeviceBatch(dict[str, Any]):
     num_microbatches = _Always[list[int]]()
     """[step]"""
     global_batch_sizes = _Always[list[int]]()
-    """[step] executions that the step trains on, over all ranks."""
+    """[step] number of executions that the step trains on, over all ranks."""
 
-    # --- what the trainer computes, on the last pipeline stage
+    # --- computed by the trainer, on the last pipeline stage
     log_probs = _Sometimes[list[Tensor]]()
-    """[r] of the old policy."""
+    """[r] log-probs of the old policy."""
     ref_log_probs = _Sometimes[list[Tensor]]()
     critic_values = _Always[list[Tensor]]("values")
-    """[r] of the critic, if there is one; the key is ``values``, which is a method of a dict."""
+    """[r] values from the critic, if any.  The key is ``values``, which cannot be an attribute name: dict has it."""
     kl = _Always[list[Tensor]]()
-    """[r] from the reference; zeros without ``--kl-coef``."""
+    """[r] KL from the reference; zeros without ``--kl-coef``."""
     advantages = _Always[list[Tensor]]()
     returns = _Always[list[Tensor]]()

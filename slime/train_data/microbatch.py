@@ -1,6 +1,6 @@
-"""One micro-batch as packed tokens: sequences one after the other, with the offsets that keep attention apart.
+"""Sequence packing of a micro-batch: concatenated sequences, with offsets that keep their attention separate.
 
-Shapes: T = tokens of the micro-batch on this rank, padding included; S = sequences; R = tokens of one response.
+Shapes: T = tokens of the micro-batch on this rank, including padding; S = sequences; R = tokens of one response.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from slime.train_data.context_parallel import CPRank, local_length, slice_zigzag
 
 @dataclass(frozen=True, slots=True)
 class PackingConfig:
-    """The way in which a rank packs its micro-batches."""
+    """How a rank packs its micro-batches."""
 
     cp: CPRank = CPRank()
     pad_multiple: int = 1
-    """Divides the length on one rank: usually tensor-parallel size times ``--data-pad-size-multiplier``."""
+    """T is padded to a multiple of this; usually tensor-parallel size times ``--data-pad-size-multiplier``."""
     layout: Literal["zigzag", "allgather"] = "zigzag"
-    """The cut by context parallelism: two chunks of every sequence, or a contiguous part of the whole stream."""
+    """What each context-parallel rank gets: two chunks of every sequence, or a contiguous part of the whole stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """The tokens of a micro-batch on one rank; padding after the last sequence is its own sequence."""
+    """The tokens of a micro-batch on one rank.  Padding after the last sequence forms a sequence of its own."""
 
     tokens: Tensor
     """[1, T] int64."""
     cu_seqlens: Tensor
-    """[S + 1] int32 offsets of the sequences in the stream of all context-parallel ranks together; one more when
-    padding follows."""
+    """[S + 1] int32 offsets of the sequences in the stream over all context-parallel ranks; [S + 2] with padding."""
     max_seqlen: int
-    """Longest sequence between two offsets, padding included."""
+    """Longest distance between two offsets, including padding."""
     num_real_tokens: int
-    """Tokens of the sequences on all context-parallel ranks together, no padding."""
+    """Tokens of the sequences over all context-parallel ranks, excluding padding."""
 
 
 def pack_thd(sequences: Sequence[Tensor], packing: PackingConfig, *, pad_id: int = 0) -> PackedTokens:
     """Pack sequences for variable-length attention.
 
-    Zigzag: each sequence is cut on its own, and this rank's stream is padded to a multiple of ``pad_multiple``.
-    All-gather: the stream of whole sequences is padded to a multiple of ``cp.size * pad_multiple``, and this rank
-    takes its contiguous part.  Either way ``cu_seqlens`` counts tokens of all ranks, as attention kernels expect.
+    Zigzag: each sequence is cut separately, and this rank's stream is padded to a multiple of ``pad_multiple``, and of
+    2 with context parallelism.  All-gather: the stream of whole sequences is padded to a multiple of
+    ``cp.size * pad_multiple``, and this rank takes its contiguous part.  In both layouts ``cu_seqlens`` counts the
+    tokens of all ranks, as attention kernels expect.
 
     Args:
         sequences: [L] token ids each, on one device.
-        packing: of this rank.
-        pad_id: token id of the padding.
+        packing: This rank's packing.
+        pad_id: Token id of the padding.
     """
     assert sequences, "a micro-batch has at least one sequence"
     cp, num_real_tokens = packing.cp, sum(map(len, sequences))
@@ -72,7 +72,7 @@ def pack_thd(sequences: Sequence[Tensor], packing: PackingConfig, *, pad_id: int
 
 
 def packed_length(lengths: Sequence[int], packing: PackingConfig) -> int:
-    """Return T of :func:`pack_thd` for sequences of these lengths."""
+    """Return T of :func:`pack_thd` for sequences with the given lengths."""
     if packing.layout == "allgather":
         return math.ceil(sum(lengths) / (packing.cp.size * packing.pad_multiple)) * packing.pad_multiple
     multiple = _zigzag_multiple(packing)
@@ -80,7 +80,7 @@ def packed_length(lengths: Sequence[int], packing: PackingConfig) -> int:
 
 
 def _zigzag_multiple(packing: PackingConfig) -> int:
-    """Return the multiple of the padded length: padding is a separate sequence, which has two chunks a rank too."""
+    """Return the multiple to pad to; even with CP, because the padding is a sequence with two chunks per rank."""
     return packing.pad_multiple if packing.cp.size == 1 else math.lcm(packing.pad_multiple, 2)
 
 
@@ -90,15 +90,15 @@ def align_loss_masks(
     response_lengths: Sequence[int],
     packing: PackingConfig,
 ) -> Tensor:
-    """Return [1, T] loss masks moved under the logits.
+    """Return [1, T] loss masks aligned with the logits.
 
     Position p holds the mask of token p + 1; prompt and padding are 0.
 
     Args:
-        loss_masks: [R] each, whole whatever the context parallelism.
-        total_lengths: tokens of each sample.
-        response_lengths: R of each.
-        packing: as in :func:`pack_thd`.
+        loss_masks: [R] each, not sliced by context parallelism.
+        total_lengths: Number of tokens of each sample.
+        response_lengths: R of each sample.
+        packing: See :func:`pack_thd`.
     """
     aligned: list[Tensor] = []
     for mask_R, total, response in zip(loss_masks, total_lengths, response_lengths, strict=True):
@@ -109,7 +109,7 @@ def align_loss_masks(
 
 
 def take_micro_batch(rank_data: Mapping[str, Any], indices: Sequence[int], keys: Sequence[str]) -> dict[str, Any]:
-    """Return the entries of the samples at ``indices`` in each of ``keys``; a key that the data lacks gives None."""
+    """Return the entries at ``indices`` for each of ``keys``; None for keys that the data does not have."""
     batch: dict[str, Any] = {}
     for key in keys:
         values = rank_data.get(key)

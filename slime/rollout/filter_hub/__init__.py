@@ -1,1 +1,1 @@
-"""Filters of finished groups: the contract of ``--dynamic-sampling-filter-path`` and two stock filters."""
+"""Dynamic sampling filters: the contract of ``--dynamic-sampling-filter-path`` and two built-in filters."""

@@ -1,7 +1,6 @@
-"""Answers of a dynamic sampling filter, and what becomes of a group by them.
+"""The output of a dynamic sampling filter, and whether it drops a group.
 
-The filters themselves are in ``dynamic_sampling_filters``; the policy that asks them in
-``slime.rollout.pool``.
+Built-in filters are in ``dynamic_sampling_filters``; ``slime.rollout.pool`` calls them.
 """
 
 from __future__ import annotations
@@ -20,15 +19,18 @@ class DynamicFilterOutput:
 
     keep: bool
     reason: str | None = None
-    """Why the group goes; it names the metric ``rollout/dynamic_filter/drop_{reason}``."""
+    """Why the group is dropped; part of the metric name ``rollout/dynamic_filter/drop_{reason}``."""
     keep_when_insufficient: bool = False
-    """A rejected group is kept all the same when dropping it would call for another wave of prompts."""
+    """Keep a rejected group if dropping it would require another wave of prompts."""
 
 
 def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
-    """Ask ``fn`` about a group; it may answer with a DynamicFilterOutput, or with a plain truth value.
+    """Call a filter, which may return a DynamicFilterOutput or a truth value (Python, numpy or one-element tensor).
 
-    Without a filter every group is kept.  Truth values may be Python's, numpy's or a tensor of one element.
+    If ``fn`` is None, every group is kept.
+
+    Raises:
+        HookError: the filter returned anything else.
     """
     if fn is None:
         return DynamicFilterOutput(keep=True)
@@ -36,7 +38,7 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
     verdict = output if isinstance(output, DynamicFilterOutput) else DynamicFilterOutput(keep=output)
     try:
         if verdict.keep is None or not hasattr(verdict.keep, "__bool__") or verdict.keep != verdict.keep:
-            raise TypeError  # a coroutine, a list or a text is no verdict
+            raise TypeError  # a coroutine, list or string is not a verdict
         verdict.keep = bool(verdict.keep)
     except (TypeError, ValueError, RuntimeError):
         raise HookError(
@@ -50,11 +52,11 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
 def should_drop_dynamic_filter_output(
     output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
 ) -> bool:
-    """Return True when the group goes.
+    """Return True if the group is dropped.
 
     Args:
-        remaining_batch_size: groups kept so far plus groups still being generated, this one included.
-        target_data_size: groups that the rollout needs.
+        remaining_batch_size: Groups kept so far plus groups still being generated, including this one.
+        target_data_size: Groups that the rollout needs.
     """
     if output.keep:
         return False
@@ -62,13 +64,13 @@ def should_drop_dynamic_filter_output(
 
 
 class MetricGatherer:
-    """Counts of the dropped groups by reason."""
+    """Counts dropped groups by reason."""
 
     def __init__(self) -> None:
         self._drops: Counter[str] = Counter()
 
     def on_dynamic_filter_drop(self, reason: str | None) -> None:
-        """Count one dropped group; a filter that gave no reason counts as ``unspecified``."""
+        """Count one dropped group, as ``unspecified`` if the filter gave no reason."""
         self._drops[reason or "unspecified"] += 1
 
     def collect(self) -> dict[str, int]:

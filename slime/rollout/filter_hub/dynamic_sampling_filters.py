@@ -1,6 +1,6 @@
-"""Stock values of ``--dynamic-sampling-filter-path``: drop the groups whose rewards are all alike.
+"""Built-in filters for ``--dynamic-sampling-filter-path``: drop groups whose rewards are all equal.
 
-Such a group has no advantage under a group-relative estimator, so its tokens would cost training time and teach
+Under a group-relative estimator such a group has zero advantage, so training on its tokens costs time and teaches
 nothing.
 Source: DAPO, arXiv:2503.14476, sec. 3.2.
 """
@@ -19,10 +19,10 @@ MIN_REWARD_STD = 1e-6
 
 
 def check_reward_nonzero_std(args: Namespace, samples: Group, **kwargs: Any) -> DynamicFilterOutput:
-    """Keep the group when the unbiased standard deviation of its rewards is above 1e-6.
+    """Keep the group if the unbiased standard deviation of its rewards exceeds 1e-6.
 
-    A fanned-out group (lists of samples) is judged by all of its samples that were graded.  A group of one such sample
-    has no deviation and is dropped.
+    All graded samples count, including each sample of a fanned-out execution.  A group with fewer than two graded
+    samples is dropped.
     """
     rewards = [float(sample.get_reward_value(args)) for sample in leaf_samples(samples) if sample.is_graded]
     std = torch.tensor(rewards, dtype=torch.float64).std() if len(rewards) > 1 else torch.zeros(())
@@ -32,7 +32,7 @@ def check_reward_nonzero_std(args: Namespace, samples: Group, **kwargs: Any) -> 
 
 
 def check_reward_nonzero_std_with_fallback(args: Namespace, samples: Group, **kwargs: Any) -> DynamicFilterOutput:
-    """Do as ``check_reward_nonzero_std``, but keep a dull group when dropping it would leave too few."""
+    """Like ``check_reward_nonzero_std``, but keep a rejected group if dropping it would leave too few groups."""
     output = check_reward_nonzero_std(args, samples, **kwargs)
     output.keep_when_insufficient = True
     return output

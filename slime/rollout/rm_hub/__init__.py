@@ -1,10 +1,9 @@
-"""Rewards: which grader a sample gets, and the graders themselves, one a file;
-``remote`` asks a server.
+"""Rewards: selects the grader of each sample.  Graders are one per file; ``remote`` calls a reward server.
 
-The first of these decides: ``sample.custom_rm_path``, ``--custom-rm-path``, ``sample.metadata["rm_type"]``,
-``--rm-type``.  A type with the prefix ``boxed_`` grades the last boxed answer instead of the whole response.
-Built-in graders read the response without the model's end tokens; a function or a server of the user gets it as it is.
-Every grading has a deadline; ``policy`` handles those that fail.
+The first of these that is set selects the grader: ``sample.custom_rm_path``, ``--custom-rm-path``,
+``sample.metadata["rm_type"]``, ``--rm-type``.  A type with the prefix ``boxed_`` grades the last boxed answer instead
+of the whole response.  Built-in graders get the response without the model's end tokens; user-defined functions and
+servers get it unchanged.  Every grading has a deadline; ``policy`` handles failures.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ __all__ = [
 ]
 
 MAX_GRADED_CHARS = 200_000
-"""Of a response, from its end, for graders that read every word of it; others look for the answer at its end."""
+"""Graders that read every word get only this many characters from the end of a response."""
 TOKENIZERS: dict[str, Any] = {}
-"""Of this process, by ``--hf-checkpoint``, so that graders need not load them; the rollout puts its own there."""
+"""This process's tokenizers by ``--hf-checkpoint``; the rollout stores its own here for the graders."""
 _READS_EVERY_WORD = ("f1", "gpqa", "ifbench", "gym")
 
 logger = logging.getLogger(__name__)
@@ -72,13 +71,13 @@ assert RM_TYPES == ("remote_rm", "gym", *_GRADERS)
 
 
 async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
-    """Return the reward of one sample: a number, or a dict for ``--reward-key`` to choose from.
+    """Return the reward of one sample: a number, or a dict from which ``--reward-key`` selects an entry.
 
-    A grader that hangs or raises gives the reward of ``--rm-failure-policy``.
+    If the grader hangs or raises, the reward is that of ``--rm-failure-policy``.
 
     Raises:
-        NotImplementedError: no grader has the name given, or none was given.
-        GraderError: ``--rm-max-failures`` gradings in a row have failed.
+        NotImplementedError: the reward type does not exist or is not set.
+        GraderError: ``--rm-max-failures`` consecutive gradings have failed.
     """
     config = reward_config(args)
     path, rm_type = _custom_path(config, sample), _rm_type(config, sample)
@@ -90,7 +89,7 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
         ends = _end_tokens(config.hf_checkpoint, trusts_remote_code(args)) if strips else ()
         return [await _grade(args, _without_end(sample, ends), rm_type, config.rm_timeout_s)]
 
-    # A built-in grader whose reward lacks the entry wanted does so every time: a mistake of the flags.
+    # A built-in grader either always returns the selected reward entry or never does, which is a mistake in the flags.
     may_vary = bool(path) or rm_type.removeprefix(BOXED_PREFIX) == "remote_rm"
     return (await grade_by_policy(config, [sample], grade, may_vary=may_vary))[0]
 
@@ -107,7 +106,7 @@ def _rm_type(config: RewardConfig, sample: Sample) -> str:
 async def _call_custom(
     config: RewardConfig, path: str, args: Namespace, graded: Sample | list[Sample], **kwargs: Any
 ) -> Any:
-    """Return what the user's function gives to a sample, or to several; a plain ``def`` runs in a thread."""
+    """Call a user-defined reward function with one sample or a list; plain (not async) functions run in a thread."""
     flag = "--custom-rm-path" if path == config.custom_rm_path else "--eval-config or --eval-custom-rm-path"
     call, function = PluginCall(flag, path, graded), load_function(path)
     if is_coroutine_function(function) or not inspect.isfunction(function):
@@ -119,9 +118,9 @@ async def _call_custom(
 
 
 def asks_for_lists(args: Namespace) -> bool:
-    """Return whether ``--custom-rm-path`` grades several samples of one execution in one call.
+    """Return whether ``--custom-rm-path`` grades all samples of a fanned-out execution in one call.
 
-    One whose second parameter is called ``sample`` does not, unless that is annotated as a list.
+    It does not if its second parameter is named ``sample``, unless that parameter is annotated as a list.
     """
     path = reward_config(args).custom_rm_path
     if not path:
@@ -133,7 +132,7 @@ def asks_for_lists(args: Namespace) -> bool:
 
 @functools.cache
 def _end_tokens(hf_checkpoint: str, trust_remote_code: bool) -> tuple[str, ...]:
-    """Return the special tokens of a model; a closing tag, such as ``</answer>``, is one only where it is the eos."""
+    """Return a model's special tokens, without closing tags such as ``</answer>`` unless the tag is the EOS token."""
     tokenizer = TOKENIZERS.get(hf_checkpoint)
     if tokenizer is None:
         tokenizer = load_tokenizer(hf_checkpoint, trust_remote_code=trust_remote_code)
@@ -143,7 +142,7 @@ def _end_tokens(hf_checkpoint: str, trust_remote_code: bool) -> tuple[str, ...]:
 
 
 def _without_end(sample: Sample, end_tokens: tuple[str, ...]) -> Sample:
-    """Return the sample; where its response ends in special tokens, a copy without them."""
+    """Return the sample, or a copy without the special tokens at the end of its response."""
     text = sample.response
     end = position = len(text)
     while True:
@@ -160,7 +159,7 @@ def _without_end(sample: Sample, end_tokens: tuple[str, ...]) -> Sample:
 
 
 async def _grade(args: Namespace, sample: Sample, rm_type: str, timeout_s: float) -> Any:
-    """Return the reward of a built-in grader."""
+    """Return the reward of the built-in grader ``rm_type``."""
     if rm_type.startswith(BOXED_PREFIX):
         rm_type = rm_type.removeprefix(BOXED_PREFIX)
         sample = copy.copy(sample)
@@ -178,25 +177,26 @@ async def _grade(args: Namespace, sample: Sample, rm_type: str, timeout_s: float
             f"The reward type {rm_type!r} does not exist; it may be {', '.join(RM_TYPES)}, each also with the prefix "
             f"{BOXED_PREFIX}. Set --rm-type, --custom-rm-path or the sample's metadata['rm_type']."
         )
-    # Off the event loop: a grader may take seconds, and other samples' requests must not wait.
+    # In a thread: a grader may take seconds, and must not block other samples' requests on the event loop.
     return await GRADER_THREADS.run(_reward, _GRADERS[rm_type], sample, timeout_s=timeout_s)
 
 
 def _reward(grader: Callable[[Sample], Any], sample: Sample) -> Any:
-    """Return what a grader gives to a response; one that is nested too deep to be read counts as an empty one."""
+    """Call a grader; if the response is nested too deeply to parse, grade an empty response instead."""
     try:
         return grader(sample)
     except RecursionError as error:
-        logger.info("The response of sample %s is nested too deep for its grader: %s", sample.index, error)
+        logger.info("The response of sample %s is nested too deeply for its grader: %s", sample.index, error)
     sample = copy.copy(sample)
     sample.response = ""
     return grader(sample)
 
 
 async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any) -> list[Any]:
-    """Return the rewards of several samples, in order: by ``--custom-rm-path`` in one call, else one by one.
+    """Return the rewards of several samples, in order.
 
-    A function that a sample of an evaluation set names comes first.
+    ``--custom-rm-path`` grades all of them in one call.  Without it, or if a sample has another ``custom_rm_path``,
+    each sample is graded separately.
     """
     config = reward_config(args)
     path = config.custom_rm_path

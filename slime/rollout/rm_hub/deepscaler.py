@@ -1,7 +1,7 @@
-r"""``--rm-type deepscaler``: the boxed answer after the thinking part, graded as in ``math_utils``.
+r"""``--rm-type deepscaler``: grades the boxed answer after the thinking part, as in ``math_utils``.
 
-A response counts only if it ends its thinking (``</think>``) or starts its answer (``###Response``); models that do
-neither get 0 and want ``--rm-type math``.
+A response must end its thinking (``</think>``) or start its answer (``###Response``); otherwise its reward is 0.  For
+models that write neither, use ``--rm-type math``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ ANSWER_START = "###Response"
 
 
 def answer_part(response: str) -> str | None:
-    """Return the text after the last ``</think>``, else after the last ``###Response``; None without either."""
+    """Return the text after the last ``</think>``, or else after the last ``###Response``; None without either."""
     mark = THINKING_END if THINKING_END in response else ANSWER_START
     return response.rpartition(mark)[2] if mark in response else None
 
 
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
-    """Return 1 when the last box of the answer part holds the label (or one of a list of labels), else 0."""
+    """Return 1 if the last box of the answer part equals the label (or one of a list of labels), else 0."""
     part = answer_part(response)
     given = None if part is None else extract_answer(part)
     if given is None:

@@ -1,4 +1,4 @@
-"""``--rm-type f1``: overlap of words, as in SQuAD.
+"""``--rm-type f1``: word overlap, as in SQuAD.
 
 Source: SQuAD, arXiv:1606.05250, sec. 6.1.
 """
@@ -15,13 +15,13 @@ _ALL_OR_NOTHING = frozenset({"yes", "no", "noanswer"})
 
 
 def normalize_answer(text: str) -> str:
-    """Lower the case; remove punctuation, articles and extra spaces."""
+    """Lowercase; remove punctuation, articles and extra spaces."""
     plain = text.lower().translate(_NO_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", plain).split())
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
-    """Return ``(f1, precision, recall)`` of the words.  Yes, no and noanswer must match exactly."""
+    """Return ``(f1, precision, recall)`` over words.  ``yes``, ``no`` and ``noanswer`` must match exactly."""
     zero = (0.0, 0.0, 0.0)
     if prediction is None:
         return zero

@@ -1,4 +1,4 @@
-"""``--rm-type gpqa``: multiple choice, answered by a letter or by the text of the choice."""
+"""``--rm-type gpqa``: multiple choice, answered with a letter or the text of a choice."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import Any
 DEFAULT_VALID_LETTERS = list(string.ascii_uppercase[:10])
 
 _NO_PUNCTUATION = str.maketrans({mark: " " for mark in string.punctuation})
-# A capital on its own, or a small letter that ends its line or is in brackets; any other script may surround it.
+# A capital letter by itself, or a lowercase letter in parentheses or at the end of a line.  Letters of other scripts
+# may surround it.
 _MENTION = re.compile(
     r"(?<![A-Za-z0-9])(?:[A-Z]|(?<=\()[a-z](?=\))|[a-z](?=\s?[.)]?\s?(?:$|\n)))(?![A-Za-z0-9])", re.MULTILINE
 )
 MAX_MENTIONS = 2000
-"""Of letters, from the end of a response, that may name its answer."""
+"""Number of letter mentions to examine, from the end of the response."""
 _BEFORE, _AFTER = 100, 40
-"""Characters around a mention that say what it is."""
+"""Characters of context before and after a mention."""
 _MARKS = r"(?:[\s*_$\"'`{}()\[<:=]|\\(?:boxed|text|textbf|mathrm|mathbf|bf)\b)*\Z"
 _IS_FINAL = re.compile(rf"(?:\\boxed|\bfinal\s(?:answer|option)(?:\sis)?){_MARKS}", re.IGNORECASE)
-# In English; "da an", "xuan", "kotae", "seikai", "jeongdap" name an answer in other scripts, "xuan xiang" an option.
+# English, Chinese ("xuan", "da an"), Japanese ("kotae", "seikai") and Korean ("jeongdap") words for stating an answer;
+# "xuan xiang" (option) is excluded.
 _IS_STATED = re.compile(
     r"(?:\banswer\b(?:[^.\n:]{0,60}?(?:\bis\b|:)|\s(?:option|choice|letter))?|\b(?:option|choice)(?:\sis\b|\s?[:=])"
     r"|\b(?:correct|right|best)\s(?:option|choice)(?:\sis\b)?|\u9009(?!\u9879)\u62e9?"
@@ -37,7 +39,7 @@ _IS_CALLED_WRONG = re.compile(
     r"(?:not\b|n't|wrong\b|incorrect\b|false\b|\u662f?[\u9519\u4e0d])"
 )
 _IS_A_WORD = re.compile(r"'[a-z]|[ \t](?!(?:and|as|because|is|it|or|since)\b)[a-z]")
-"""Behind the article and the pronoun."""
+"""Follows a letter that is the English article "A" or pronoun "I" rather than a choice."""
 _LIST = r"[)*\s]*(?:[,/&\u3001\u548c\u6216]|\b(?:and|or)\b)\s?(?:and |or )?(?:(?:[Oo]ption|[Cc]hoice)\s)?[(*]*"
 _IS_BEFORE_ANOTHER = re.compile(_LIST + r"[A-Z](?![A-Za-z0-9'])(?!\s(?!and\b|are\b|or\b)[a-z])")
 _IS_AFTER_ANOTHER = re.compile(rf"(?<![A-Za-z0-9])[A-Z](?:[\s.,;:|()*-]+|{_LIST})\Z")
@@ -45,13 +47,13 @@ _ANSWER_BEGINS = re.compile(r"\banswer\b\s?(?:is\b|:)|\\boxed|\u7b54\u6848", re.
 
 
 def compute_gpqa_reward(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
-    """Return 1.0 when the response picks the right choice, else 0.0.
+    """Return 1.0 if the response picks the right choice, else 0.0.
 
     Args:
-        response: text; what precedes the last ``</think>`` is not read.
-        label: the right letter, the index of the right choice, or its text.
-        metadata: may hold ``choices`` (list, or mapping from letter to text), ``valid_letters``, ``correct_letter``
-            and ``correct_answer`` or ``answer_text``; these win over the label.
+        response: Response text.  Everything before the last ``</think>`` is ignored.
+        label: The right letter, the index of the right choice, or its text.
+        metadata: May hold ``choices`` (list, or mapping from letter to text), ``valid_letters``, ``correct_letter``
+            (overrides the label), and ``correct_answer`` or ``answer_text`` (further right texts).
     """
     if not response:
         return 0.0
@@ -67,15 +69,15 @@ def compute_gpqa_reward(response: str, label: Any, metadata: Mapping[str, Any] |
 
 
 def _with_short_gaps(text: str) -> str:
-    """Shrink each run of white space to one space or one line end.
+    """Collapse each run of white space to one space or one newline.
 
-    The patterns allow white space in several places in a row: a run of n of them would be tried in n^4 ways.
+    The patterns allow white space in several adjacent places, so matching a run of length n would take O(n^4) time.
     """
     return re.sub(r"\s{2,}", lambda gap: "\n" if "\n" in gap[0] else " ", text)
 
 
 def _choices(raw: Any) -> dict[str, str]:
-    """Return choice text by letter."""
+    """Return letter -> text of the choice."""
     if isinstance(raw, Mapping):
         return {str(letter).upper(): str(text) for letter, text in raw.items()}
     if isinstance(raw, Sequence) and not isinstance(raw, str):
@@ -102,8 +104,10 @@ def _correct_letter(raw: Any, label: Any, letters: list[str], choices: Mapping[s
 
 
 def _picked_letter(answer: str, letters: list[str]) -> str | None:
-    """Return the letter that names the answer: the last one in a box or called the final answer, else the last one
-    called the answer, else the last capital on its own.  None without one, or where it names several at once.
+    """Return the letter picked by the response, or None if there is none or it names several letters at once.
+
+    The last letter in a box or called the final answer is preferred, then the last one called the answer, then the
+    last capital by itself.
     """
     picked, best_rank = None, 0
     for mention in list(_MENTION.finditer(answer))[-MAX_MENTIONS:]:
@@ -129,23 +133,23 @@ def _picked_letter(answer: str, letters: list[str]) -> str | None:
 def _correct_texts(
     metadata: Mapping[str, Any], label: Any, correct: str | None, choices: Mapping[str, str]
 ) -> list[str]:
-    """Return the texts that the right answer may have in words."""
+    """Return the accepted texts of the right answer."""
     texts = [choices.get(correct or ""), metadata.get("correct_answer"), metadata.get("answer_text")]
-    if not isinstance(label, int) or correct is None:  # else it is the index of a choice, and no text
+    if not isinstance(label, int) or correct is None:  # otherwise the label is the index of a choice, not a text
         texts.append(label)
     return [str(text) for text in texts if text is not None and str(text).strip()]
 
 
 def _names_correct_text(answer: str, texts: list[str], choices: Mapping[str, str]) -> bool:
-    """Return True when the answer, or else the whole response, names the right choice and no other one."""
-    # A letter is no text: "a" would be found in every sentence.
+    """Return True if the answer part, or else the whole response, names the right choice and no other."""
+    # Single letters are not texts: "a" occurs in every sentence.
     right = {_plain(text) for text in texts if not _is_letter(text, texts)} - {""}
     known = sorted((right | set(map(_plain, choices.values()))) - {""}, key=len, reverse=True)
     begin = max((match.end() for match in _ANSWER_BEGINS.finditer(answer)), default=0)
     for part in (answer[begin:], answer):
         words = f" {_plain(part)} "
         named = set()
-        for text in known:  # the longest first: "light blue" does not name "blue"
+        for text in known:  # longest first, so that "light blue" does not count as "blue"
             words = re.sub(rf" (?:not|t|than) {re.escape(text)} ", " ", words)
             if f" {text} " in words:
                 named.add(text)
@@ -160,5 +164,5 @@ def _is_letter(text: str, texts: list[str]) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return lower-case words, punctuation as spaces."""
+    """Return the words in lower case, without punctuation."""
     return " ".join(unicodedata.normalize("NFKC", text).lower().translate(_NO_PUNCTUATION).split())

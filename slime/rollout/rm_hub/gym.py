@@ -1,7 +1,7 @@
-"""Scores of reasoning-gym for answers to its questions.
+"""Scores answers to reasoning-gym questions with their tasks' own scorers.
 
-Some scorers evaluate what the policy wrote.  So all of them run in one child process that is isolated as sandboxes are
-(``slime.agent.sandbox``), and ends when an answer takes too long.
+Some scorers evaluate the policy's output as code.  All scorers therefore run in one child process, which is isolated
+like a sandbox (``slime.agent.sandbox``) and killed if an answer takes too long.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 10.0
-"""For one answer, the making of its question included."""
+"""Time limit for scoring one answer, including the generation of its question."""
 MEMORY_BYTES = 4 << 30
 DISK_MIB = 16
 
@@ -34,7 +34,7 @@ _ANSWER = re.compile(r"<answer>\s?(.*?)\s?</answer>", re.DOTALL)
 
 
 class QuestionWorker(SymbolicWorker):
-    """A child process that makes questions (``gym_worker``)."""
+    """A child process that generates questions (``gym_worker``)."""
 
     first_question = {"task": "leg_counting", "config": {"size": 1, "seed": 0}, "indices": [0]}
     what = "runs reasoning-gym"
@@ -46,7 +46,7 @@ class QuestionWorker(SymbolicWorker):
 
 
 class ScoreWorker(QuestionWorker):
-    """A child process that scores answers, in isolation."""
+    """An isolated child process that scores answers."""
 
     def __init__(self, *, is_unsafe: bool = False, time_limit_s: float = TIME_LIMIT_S) -> None:
         super().__init__(time_limit_s=time_limit_s)
@@ -55,7 +55,7 @@ class ScoreWorker(QuestionWorker):
     def _start(self) -> subprocess.Popen[bytes]:
         view = replace(view_for_programs("/tmp/gym", disk_mib=DISK_MIB), limits={"as": MEMORY_BYTES})
         words = unsafe_command(view) if self._is_unsafe else isolated_command(view)
-        # Its file is out of sight there: slime may be anywhere.
+        # Pass the source as text: the worker's file is not visible in the sandbox.
         program = [sys.executable, "-sPc", _WORKER_FILE.read_text(encoding="utf-8")]
         return self._start_by([*words, *program])
 
@@ -68,27 +68,28 @@ def _pool(is_unsafe: bool) -> WorkerPool:
 
 
 def answer_of(response: str) -> str:
-    """Return the last text in ``<answer>`` tags, else the whole response; without reasoning."""
+    """Return the last text in ``<answer>`` tags, or else the whole response without its reasoning."""
     said = split_reasoning(response)[1]
-    tagged = _ANSWER.findall(said, 0, said.rfind("</answer>") + len("</answer>"))  # behind it no search would end soon
+    # Unclosed tags after the last closing tag would make the search quadratic.
+    tagged = _ANSWER.findall(said, 0, said.rfind("</answer>") + len("</answer>"))
     return str(tagged[-1] if tagged else said).strip()
 
 
 def score(sample: Sample, *, is_unsafe: bool) -> float:
-    """Return what the task's scorer gives to the answer, from 0 to 1; 0 when it takes too long or refuses it.
+    """Return the task scorer's score of the answer, from 0 to 1; 0 if scoring times out or fails.
 
     Raises:
-        DataError: the sample is no question of reasoning-gym.
-        ConfigError: this machine cannot isolate programs, and ``--unsafe-local-sandbox`` is not given.
-        GraderError: the child did not start.
+        DataError: the sample is not a reasoning-gym question.
+        ConfigError: this machine cannot isolate programs, and ``--unsafe-local-sandbox`` is not set.
+        GraderError: the child process did not start.
     """
     question = sample.metadata.get("gym")
     if question is None:
-        raise DataError(f"Sample {sample.index} is no question of a --prompt-data gym:TASK, which rm_type gym scores.")
+        raise DataError(f"Sample {sample.index} is not from --prompt-data gym:TASK; rm_type gym scores only those.")
     asked = {**question, "answer": answer_of(sample.response)}
     answered = _pool(is_unsafe).ask(asked)
     if not isinstance(answered, dict):
-        return 0.0  # too late
+        return 0.0  # timed out
     if "error" in answered:
         why = answered["error"]
         logger.info("The scorer of %s refused the answer of sample %s: %s", asked["task"], sample.index, why)

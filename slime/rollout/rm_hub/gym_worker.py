@@ -1,11 +1,11 @@
-"""The child process of ``gym``: makes the questions of reasoning-gym, and scores answers to them.
+"""The child process of ``gym``: generates reasoning-gym questions and scores answers.
 
-Run as a script (or by ``-c``) and imports nothing of slime; reads questions line by line, answers each with a line::
+Runs as a script or by ``python -c``, without importing slime.  It answers each line on standard input with one line::
 
     {"task", "config", "indices"}            -> {"rows": [[question, answer], ...]}
     {"task", "config", "index", "answer"}    -> {"score": number}
 
-PYTHONHASHSEED must be fixed: some tasks draw from sets, and would give other questions in another process.
+PYTHONHASHSEED must be fixed: some tasks draw from sets, so their questions would differ between processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _dataset(task: str, config: str) -> Any:
 
 @functools.lru_cache(256)
 def _entry(task: str, config: str, index: int) -> Any:
-    """Return a question; the answers to it are scored one after another."""
+    """Return a question, cached because answers to the same question are scored in a row."""
     return _dataset(task, config)[index]
 
 
@@ -43,11 +43,11 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Answer until the parent closes the pipe."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what tasks print
+    os.dup2(2, 1)  # tasks may print to standard output
     for line in sys.stdin:
         try:
             said = answer(json.loads(line)) if line.strip() else {}
-        except Exception as error:  # the edge of a process: tasks and their scorers raise anything at all
+        except Exception as error:  # process boundary: tasks and scorers may raise anything
             said = {"error": f"{type(error).__name__}: {error}"[:500]}
         print(json.dumps(said), file=answers, flush=True)
 

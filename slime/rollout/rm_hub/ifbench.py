@@ -1,7 +1,7 @@
-"""``--rm-type ifbench``: does the response follow every instruction of its prompt, by AllenAI's IFBench.
+"""``--rm-type ifbench``: checks with AllenAI's IFBench that the response follows every instruction of its prompt.
 
-IFBench is not a package: its checkers are a git repository.  It is taken from ``IFBench`` beside this repository, and
-cloned there when the first reward is asked for and it is missing.  Source: IFBench, arXiv:2507.02833.
+IFBench is a git repository, not a package.  It is imported from the folder ``IFBench`` next to this repository, and
+cloned there on first use if missing.  Source: IFBench, arXiv:2507.02833.
 """
 
 from __future__ import annotations
@@ -54,10 +54,14 @@ def _clone(folder: Path) -> None:
 
 
 def compute_ifbench_reward(response: str, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
-    """Return 1.0 when every instruction in ``metadata`` is followed strictly, else 0.0.
+    """Return 1.0 if the response strictly follows every instruction in ``metadata``, else 0.0.
 
     Args:
         metadata: ``instruction_id_list``, ``kwargs`` (one mapping per instruction), ``prompt_text``, ``record_id``.
+
+    Raises:
+        DataError: ``metadata`` has no ``instruction_id_list``.
+        ConfigError: IFBench cannot be cloned or imported.
     """
     if not response:
         return 0.0
@@ -68,7 +72,7 @@ def compute_ifbench_reward(response: str, label: Any, metadata: Mapping[str, Any
         )
     instructions = list(metadata["instruction_id_list"])
     raw_kwargs = list(metadata.get("kwargs") or [{} for _ in instructions])
-    # Data files pad the keyword arguments of all instructions to one schema; the checkers want the set ones only.
+    # Data files pad the keyword arguments of all instructions to one schema; the checkers accept only set ones.
     kwargs = [{name: value for name, value in (entry or {}).items() if value is not None} for entry in raw_kwargs]
     prompt = str(metadata.get("prompt_text") or "")
     with _lock:

@@ -1,4 +1,4 @@
-"""LaTeX as plain characters, in bounded time whatever the text is."""
+"""Converts LaTeX to plain text, in bounded time for any input."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from pylatexenc.latex2text import LatexNodes2Text, MacroTextSpec, get_default_la
 from pylatexenc.latexwalker import LatexGroupNode, LatexWalker
 
 logger = logging.getLogger(__name__)
-logging.getLogger("pylatexenc").setLevel(logging.ERROR)  # it warns of every command without its arguments
+logging.getLogger("pylatexenc").setLevel(logging.ERROR)  # it warns about every command without arguments
 
 READS_PER_CHARACTER, MIN_READS = 2, 100
-"""Bound the tokens read: pylatexenc reads what follows an open group twice, so each group in a group doubles it."""
+"""Limits on the tokens read.  pylatexenc reads an unclosed group twice, so each level of nesting doubles the work."""
 _SYMBOLS = {"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"}
 FRACTION = "\x02", "\x03"
-"""Marks around a fraction, of which the text around it decides whether they are brackets."""
+"""Marks around a fraction.  The surrounding text decides later whether they become parentheses."""
 _STYLES = (
     "mathbb mathcal mathfrak mathbf mathbin mathit mathrel mathrm mathsf mathtt boldsymbol bm text textnormal hbox bf "
     "rm it operatorname displaystyle textstyle scriptstyle large small left right middle big Big bigg Bigg bigl bigr "
     "Bigl Bigr biggl biggr limits nolimits degree angle triangle ! , ; : quad qquad"
 ).split()
-"""Commands that say how something looks, or what is no part of a number.  Any other one that pylatexenc does not know
-stays as it is, so that nothing reads what follows it as if it were not there.
+"""Commands to remove: formatting, and symbols that are not part of a number.  All other commands unknown to pylatexenc
+are kept, because dropping them could change the meaning of what follows.
 """
 _ONE_FACTOR = re.compile(r"[0-9]+|[^\W\d_]|\([^()]*\)|\u221a\([^()]*\)")
 _NO_SUM = re.compile(r"-?[^-+/]+|\([^()]*\)")
 
 
 class _BoundedWalker(LatexWalker):
-    """Gives up when it reads a text again and again."""
+    """Gives up if it reads the text too many times."""
 
     num_reads = 0
 
@@ -42,7 +42,7 @@ class _BoundedWalker(LatexWalker):
 
 
 def _argument(node: Any, position: int, reader: LatexNodes2Text) -> str:
-    """Return an argument of a command as text; an empty one when it has none there."""
+    """Return an argument of a command as text; empty if the argument is missing."""
     arguments = node.nodeargd.argnlist if node.nodeargd is not None else []
     argument = arguments[position] if position < len(arguments) else None
     if argument is None:
@@ -68,7 +68,7 @@ def _root(node: Any, l2tobj: LatexNodes2Text) -> str:
 
 def _overline(node: Any, l2tobj: LatexNodes2Text) -> str:
     inner = _argument(node, 0, l2tobj)
-    return f"\\overline({inner})" if inner.isdigit() else inner  # of digits that repeat
+    return f"\\overline({inner})" if inner.isdigit() else inner  # over digits it marks a repeating decimal
 
 
 def _unknown(node: Any) -> str:
@@ -89,9 +89,7 @@ _CONTEXT.set_unknown_macro_spec(MacroTextSpec("", simplify_repl=_unknown))
 
 
 def latex_to_text(latex: str) -> str:
-    """Return LaTeX as plain characters, braces among them and marks around fractions; the text itself when it cannot
-    be read.
-    """
+    """Convert LaTeX to plain text, keeping braces and adding ``FRACTION`` marks; return it unchanged if unreadable."""
     prepared = re.sub(r"\\[cdt]?frac", r" \\frac", latex)  # the space keeps "7\frac{3}{4}" a mixed number
     try:
         reader = LatexNodes2Text(latex_context=_CONTEXT, keep_braced_groups=True, keep_braced_groups_minlen=0)

@@ -1,7 +1,7 @@
-r"""``--rm-type dapo``: the text after the last ``Answer:``, compared as strings after Minerva's clean-up.
+r"""``--rm-type dapo``: compares the text after the last ``Answer:`` with the label, after Minerva's normalization.
 
-The grader gives a dict, so it needs ``--reward-key score``.
-Source: DAPO, arXiv:2503.14476; the clean-up is Minerva's, arXiv:2206.14858, appendix D.1.
+The grader returns a dict, so it needs ``--reward-key score``.
+Source: DAPO, arXiv:2503.14476; the normalization is Minerva's, arXiv:2206.14858, appendix D.1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TAIL_CHARS = 300
 """Only the end of a response is read."""
 STRICT_TAIL_CHARS = 100
 MAX_LABEL_LENGTH = 2000
-"""A longer one is no answer of ``TAIL_CHARS``."""
+"""No answer within ``TAIL_CHARS`` can equal a longer label."""
 ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n]+)"
 NO_ANSWER = "[INVALID]"
 
@@ -53,14 +53,14 @@ def remove_boxed(text: str) -> str:
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Apply Minerva's clean-up: the right side of an equation, without units, formatting and spaces."""
+    """Apply Minerva's normalization: take the right side of an equation; remove units, formatting and spaces."""
     text = final_answer.split("=")[-1]
     for before, after in SUBSTITUTIONS:
         text = without_blanks(text) if before == " " else text.replace(before, after)
     kept = text
     for word in REMOVED_WORDS:
         text = text.replace(word, "")
-    text = text or kept  # a unit alone is the answer itself
+    text = text or kept  # an answer that is only a unit is kept
     inner = text.split("$", 2)[1:]
     if len(inner) == 2 and "\n" not in text[:-1]:
         text = f"${inner[0]}$" + text[-1] * text.endswith("\n")
@@ -77,7 +77,11 @@ def normalize_final_answer(final_answer: str) -> str:
 def is_correct_minerva(
     solution_str: str, gt: Any, gt_need_extract: bool = False, answer_pattern: str = ANSWER_PATTERN
 ) -> tuple[bool, str]:
-    """Return ``(is correct, prediction)`` by the last match of ``answer_pattern``."""
+    """Return ``(is_correct, prediction)`` from the last match of ``answer_pattern``.
+
+    Args:
+        gt_need_extract: Whether the ground truth is in a box.
+    """
     found = re.findall(answer_pattern, solution_str)
     prediction = normalize_final_answer(found[-1] if found else NO_ANSWER)
     truth = str(gt)
@@ -90,7 +94,7 @@ def is_correct_minerva(
 
 
 def _integral(text: str) -> str:
-    """Return ``42.0`` as ``42``; everything else unchanged."""
+    """Convert ``42.0`` to ``42``; return any other text unchanged."""
     try:
         value = float(text)
         return str(int(value)) if value == int(value) else text
@@ -101,10 +105,11 @@ def _integral(text: str) -> str:
 def is_correct_strict_box(
     pred: str, gt: str, pause_tokens_index: Sequence[int] | None = None
 ) -> tuple[int, str | None]:
-    """Return ``(1 or -1, prediction)`` by the last box near the end.
+    """Return ``(1 or -1, prediction)`` from the last box in the last ``STRICT_TAIL_CHARS`` characters.
 
     Args:
-        pause_tokens_index: character positions of four pause marks; the window then begins before the last of them.
+        pause_tokens_index: Character positions of four pause marks.  If given, the search starts
+            ``STRICT_TAIL_CHARS`` before the last mark instead.
     """
     if pause_tokens_index is not None:
         assert len(pause_tokens_index) == 4, f"four pause marks are expected, not {len(pause_tokens_index)}"
@@ -122,7 +127,7 @@ def verify(
     strict_box_verify: bool = False,
     pause_tokens_index: Sequence[int] | None = None,
 ) -> tuple[bool, str | None]:
-    """Return ``(is correct, prediction)`` by the answer line, or by the box when ``strict_box_verify``."""
+    """Return ``(is_correct, prediction)`` from the answer line, or from the last box if ``strict_box_verify``."""
     if strict_box_verify:
         score, boxed = is_correct_strict_box(solution_str, answer, pause_tokens_index)
         return score == 1, boxed
@@ -135,6 +140,9 @@ def compute_score(
     strict_box_verify: bool = False,
     pause_tokens_index: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Return ``{"score": 1.0 or -1.0, "acc": bool, "pred": str}`` from the last 300 characters of a response."""
+    """Return ``{"score": 1.0 or -1.0, "acc": bool, "pred": str}`` for the last 300 characters of a response.
+
+    ``pred`` is None if ``strict_box_verify`` is set and there is no box.
+    """
     correct, prediction = verify(solution_str[-TAIL_CHARS:], ground_truth, strict_box_verify, pause_tokens_index)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": prediction}

@@ -1,8 +1,8 @@
-r"""Is the boxed answer of a response the right one?  Used by ``--rm-type math`` and ``deepscaler``.
+r"""Checks whether the boxed answer of a response is right.  Used by ``--rm-type math`` and ``deepscaler``.
 
-Two normal forms are tried.  The string form (``mathd_normalize_answer``, of Hendrycks' MATH data set) evens out
-spelling: ``\dfrac12``, ``\frac{1}{2}``, ``0.5`` and ``1/2`` become one.  The symbolic form strips units and LaTeX, and
-lets sympy, in a separate process with a time limit, decide whether two expressions are equal.
+Answers are compared in two normal forms.  The string form (``mathd_normalize_answer``, from the MATH data set of
+Hendrycks et al.) unifies spelling: ``\dfrac12``, ``\frac{1}{2}``, ``0.5`` and ``1/2`` become the same.  The symbolic
+form strips units and LaTeX; sympy, in a separate process with a time limit, decides whether the expressions are equal.
 Source: MATH, arXiv:2103.03874; the PRM800K grader, arXiv:2305.20050.
 """
 
@@ -18,19 +18,20 @@ from slime.rollout.rm_hub.symbolic import is_same_by_math_verify, is_zero
 from slime.utils.errors import ConfigError
 
 MAX_ANSWER_LENGTH = 20_000
-"""A box or a label with more characters is none."""
+"""Boxes and labels with more characters are ignored."""
 MAX_FORM_LENGTH = 2000
-"""Longer answers have no symbolic form: only the string form is compared."""
+"""Longer answers are compared in the string form only."""
 MAX_SYMBOLIC_LENGTH = 512
-"""Longer expressions are not handed to sympy."""
+"""Longer expressions are not passed to sympy."""
 MAX_INTEGER_LENGTH = 1000
 
 # ------------------------------------------------------------ the boxed answer
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""Return the last ``\boxed{...}`` (else ``\fbox{...}``) of a text with its braces balanced; None without one that
-    ends within ``MAX_ANSWER_LENGTH`` characters.
+    r"""Return the last ``\boxed{...}`` of a text, or else the last ``\fbox{...}``, with balanced braces.
+
+    Returns None if there is none or it is longer than ``MAX_ANSWER_LENGTH`` characters.
     """
     start = string.rfind("\\boxed")
     if start < 0:
@@ -49,7 +50,7 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(text: str | None) -> str | None:
-    r"""Return the text between the braces of ``\boxed{...}``; None when the text has another form."""
+    r"""Return the content of ``\boxed{...}``; None if the text has another form."""
     prefix = "\\boxed{"
     if text is None or not text.startswith(prefix) or not text.endswith("}"):
         return None
@@ -62,7 +63,7 @@ def extract_boxed_answer(solution: str) -> str | None:
 
 
 def extract_answer(passage: str) -> str | None:
-    """Return the content of the last box of a passage; None when the passage has no box or is empty."""
+    """Return the content of the last box of a passage; None if it is empty or has no box."""
     return extract_boxed_answer(passage) if passage and "\\boxed" in passage else None
 
 
@@ -76,7 +77,7 @@ _BETWEEN_THOUSANDS = re.compile(r"(?<=\d) (?=\d{3}(?!\d))")
 
 
 def mathd_normalize_answer(answer: str | None) -> str | None:
-    r"""Normalise the spelling: no units, no spaces, ``1/2`` and ``0.5`` as ``\frac{1}{2}``."""
+    r"""Normalize spelling: remove units and spaces; write ``1/2`` and ``0.5`` as ``\frac{1}{2}``."""
     if answer is None:
         return None
     text = _unwrap_text(answer.strip())
@@ -103,12 +104,12 @@ def mathd_normalize_answer(answer: str | None) -> str | None:
 
 
 def without_blanks(text: str) -> str:
-    """Remove blanks, except those between the digits of two numbers: ``1 2`` is not 12, and ``1 000`` is 1000."""
+    """Remove spaces, except between digits of two numbers: ``1 2`` is not 12, but ``1 000`` becomes ``1000``."""
     return re.sub(r"(?<!\d) +| +(?!\d| )", "", _BETWEEN_THOUSANDS.sub("", text))
 
 
 def grade_answer_mathd(given_answer: str, ground_truth: str) -> bool:
-    """Return True when the two answers have the same string form."""
+    """Return True if the two answers have the same string form."""
     return mathd_normalize_answer(ground_truth) == mathd_normalize_answer(given_answer)
 
 
@@ -132,7 +133,7 @@ _REFUSED = re.compile(r"\^\{|\^\(|\^\d+\^|\^\d\d|[_'\"\\;:]|\d \d")
 
 
 def _symbolic_form(answer: str) -> str:
-    """Return plain text that sympy can read: no units, no LaTeX, no spaces."""
+    """Return plain text that sympy can parse, without units, LaTeX or spaces."""
     text = _unwrap_text(answer)
     text = re.sub(r"\\?[%$]", "", text)
     text = text.replace(" or ", " , ").replace(" and ", " , ")
@@ -153,8 +154,10 @@ def _symbolic_form(answer: str) -> str:
 
 
 def _flat(text: str) -> str:
-    """Remove braces and the marks of fractions, or make them brackets where they join what they surround: an exponent
-    or an index of several marks, and a fraction that is divided by or raised to a power.
+    """Remove braces and ``FRACTION`` marks, or turn them into parentheses where precedence needs them.
+
+    Parentheses are needed around exponents and subscripts of several characters, and around fractions that are
+    divisors or are raised to a power.
     """
     pieces: list[str] = []
     opened: list[int] = []
@@ -177,18 +180,18 @@ def _flat(text: str) -> str:
 
 
 def _as_integer(text: str) -> str | None:
-    """Return ``text`` as a plain integer when it is one, thousands commas allowed; else None."""
+    """Return ``text`` as a plain integer if it is one, with or without thousands commas; else None."""
     if len(text) > MAX_INTEGER_LENGTH:
         return None
     try:
         value = Decimal(_THOUSANDS.sub("", text))
         return str(int(value)) if abs(value.adjusted()) < MAX_INTEGER_LENGTH and value == int(value) else None
-    except (InvalidOperation, ValueError, OverflowError):  # no number, or none that is finite
+    except (InvalidOperation, ValueError, OverflowError):  # not a number, or not finite
         return None
 
 
 def _elements(text: str) -> list[str]:
-    """Return the members of a tuple or interval; the text itself when it is neither."""
+    """Return the members of a tuple or interval; the text as the only element if it is neither."""
     if not text:
         return []
     if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and not set(text[1:-1]) & set("()[]"):
@@ -198,7 +201,7 @@ def _elements(text: str) -> list[str]:
 
 def _equal_elements(given: str, truth: str) -> bool:
     if _FRACTION.match(given) and _FRACTION.match(truth):
-        return given == truth  # a fraction must be given in lowest terms, as the truth is
+        return given == truth  # fractions must be in lowest terms, like the ground truth
     if (_as_integer(truth) is None) != (_as_integer(given) is None):
         return False
     return _are_symbolically_equal(given, truth)
@@ -215,7 +218,7 @@ def _are_symbolically_equal(given: str, truth: str) -> bool:
 
 
 def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
-    """Return True when the two answers have the same symbolic form, member by member, or sympy shows them equal."""
+    """Return True if the symbolic forms are the same, or if sympy shows all their members to be equal."""
     if max(len(given_answer), len(ground_truth)) > MAX_FORM_LENGTH:
         return False
     truth, given = _symbolic_form(ground_truth), _symbolic_form(given_answer)
@@ -253,7 +256,7 @@ _UNKNOWN = re.compile(r"[\s$]*([A-Za-z])\s*=(?!.*=)")
 
 
 def _units(answer: str) -> set[str]:
-    """Return the units that a number is followed by; letters count in text alone."""
+    """Return the units that follow the number in an answer."""
     found = _NAMED_AT_END.search(answer[-_MAX_UNIT_LENGTH:]) if re.search(r"\d", answer) else None
     words = re.findall(r"[a-z]+", (found[1] or found[2] or "").lower().replace(".", "")) if found else []
     singular = [word if word in _UNIT_NAMES else re.sub(r"(?:(?<=ch)e)?s$", "", word) for word in words]
@@ -261,7 +264,7 @@ def _units(answer: str) -> set[str]:
 
 
 def names_another(given_answer: str, ground_truth: str) -> bool:
-    """Return True when both answers name units, or unknowns (``x = 5``), and not the same ones."""
+    """Return True if both answers name units or unknowns (``x = 5``), but different ones."""
     units = _units(given_answer), _units(ground_truth)
     names = _UNKNOWN.match(given_answer), _UNKNOWN.match(ground_truth)
     other_unknown = names[0] and names[1] and names[0][1].lower() != names[1][1].lower()
@@ -269,16 +272,14 @@ def names_another(given_answer: str, ground_truth: str) -> bool:
 
 
 def is_same_answer(given_answer: str, ground_truth: str) -> bool:
-    """Return True when either normal form is the same, and units and unknowns are not others."""
+    """Return True if the answers agree in either normal form and do not name different units or unknowns."""
     if names_another(given_answer, ground_truth):
         return False
     return grade_answer_mathd(given_answer, ground_truth) or grade_answer_sympy(given_answer, ground_truth)
 
 
 def truth_of_label(label: Any) -> str | None:
-    r"""Return the answer that a label states: its box when it has one, else its text; None for an empty label
-    or one that is too long.
-    """
+    r"""Return the content of the label's box, or else its text; None if the label is empty or too long."""
     if label is None or label == "":
         return None
     text = str(label)
@@ -288,26 +289,29 @@ def truth_of_label(label: Any) -> str | None:
 
 
 def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
-    """Grade as ``--rm-type math``: 1 when the last box of the solution holds the ground truth.  An empty ground truth
-    is never met.
+    """Return True if the last box of the solution equals the ground truth; an empty ground truth never matches.
+
+    This is ``--rm-type math``.
     """
     truth = truth_of_label(ground_truth)
     given = extract_answer(solution_str)
     return truth is not None and given is not None and is_same_answer(given, truth)
 
 
-# ``--rm-type math_verify``: Hugging Face's math-verify decides, in place of the two normal forms of ``math_utils``.
+# ``--rm-type math_verify``: Hugging Face's math-verify compares the answers instead of the symbolic form.
 #
-# More generous than ``--rm-type math``: unreduced fractions (``\frac{2}{4}``), powers (``10^{2}``), sets and intervals
-# in other spellings count as equal.  It is a separate type, so that rewards of the other types stay what they were.
+# It is more lenient than ``--rm-type math``: unreduced fractions (``\frac{2}{4}``), powers (``10^{2}``), sets and
+# intervals in other spellings also match.  It is a separate type so that the rewards of ``math`` do not change.
 
 
 _NO_FORMULA = re.compile(r"'|\d:\d\d|(?<![_^\d])\d+ +\d+(?![\d/])|\b(?:or (?:more|less|fewer)|at (?:least|most))\b")
-"""math-verify leaves out the prime and the words, and reads a time as a fraction, two numbers as a sum."""
+"""Not passed to math-verify, which ignores primes and these words, and reads times as fractions and two numbers as a
+sum.
+"""
 
 
 def compute_math_verify_reward(response: str, label: Any) -> int:
-    """Return 1 when the last box of the response holds the label, else 0."""
+    """Return 1 if the last box of the response equals the label, else 0."""
     if not is_math_verify_installed():
         raise ConfigError(INSTALL_MATH_VERIFY)
     truth, given = truth_of_label(label), extract_answer(response)

@@ -1,15 +1,15 @@
-"""The failure policy of graders, and the threads that slow graders run in.
+"""The failure policy of graders, and the threads for slow graders.
 
-A grader that hangs (``--rm-timeout-s``), raises, or returns something that is no reward costs its response, not the
-run: the error goes to the log and to ``sample.metadata["reward_error"]``, and ``--rm-failure-policy`` decides:
+A grader that hangs (``--rm-timeout-s``), raises, or returns an unusable reward affects only its response, not the run.
+The error is logged and stored in ``sample.metadata["reward_error"]``.  ``--rm-failure-policy`` decides what follows:
 
-    failed   status FAILED, and it does not train (``remove_sample``): its reward of 0 stands for none, and no
-             statistic of rewards has it (``Sample.is_graded``)
-    zero     reward 0, and it trains
-    raise    nothing: the run ends
+    failed   the sample gets status FAILED and is not trained (``remove_sample``); its reward of 0 is a placeholder
+             that reward statistics ignore (``Sample.is_graded``)
+    zero     the sample gets reward 0 and is trained
+    raise    the run ends
 
-When nothing can be graded any more (``--rm-max-failures`` calls in a row) the run ends with the first cause, whatever
-the policy.  Mistakes in the flags always end it.
+After ``--rm-max-failures`` consecutive failures the run ends with the first error of the row, whatever the policy.
+Mistakes in the flags always end the run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 _MISTAKES = (ConfigError, HookError, NotImplementedError, ImportError)
-"""Errors that every response would meet: they always end the run."""
+"""Errors that would occur for every response; they always end the run."""
 UNGRADED_STATUS = "ungraded_status"
-"""Key of the metadata of a sample that is FAILED because nothing graded it: the status that it had."""
+"""Metadata key with the previous status of a sample that is FAILED because it could not be graded."""
 _NUM_TRACEBACKS = 3
 
 
 class FailureCount:
-    """Number of failed calls, in a row and in total, and the first error of the row."""
+    """Counts consecutive and total failures, and keeps the first error of the current row."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
@@ -47,28 +47,28 @@ class FailureCount:
         self.first: BaseException | None = None
 
     def succeeded(self) -> None:
-        """Record a response that was graded: the row ends."""
+        """Record a graded response, which ends the row of failures."""
         self.in_a_row = 0
         self.first = None
 
     def failed(self, error: BaseException) -> None:
-        """Record a response that was not."""
+        """Record a response that could not be graded."""
         self.first = self.first or error
         self.in_a_row += 1
         self.total += 1
 
 
 FAILURES = FailureCount()
-"""Of this process."""
+"""The count of this process."""
 
 
 async def within(
     timeout_s: float, call: Awaitable[Any], late: str = "no reward within {:g} s (--rm-timeout-s)"
 ) -> Any:
-    """Await ``call`` for at most ``timeout_s``, even when it swallows its cancellation.
+    """Await ``call`` for at most ``timeout_s`` seconds, even if it swallows its cancellation.
 
     Raises:
-        TimeoutError: it did not come; its text is ``late``.
+        TimeoutError: ``call`` did not finish in time; the message is ``late``, formatted with ``timeout_s``.
     """
     task = asyncio.ensure_future(call)
     try:
@@ -88,17 +88,18 @@ async def grade_by_policy(
     *,
     may_vary: bool = True,
 ) -> Sequence[Any]:
-    """Return the rewards that ``grade`` gives to ``samples``, or those of ``--rm-failure-policy``.
+    """Return the rewards of ``samples`` from ``grade``; failures get the reward of ``--rm-failure-policy``.
 
     Args:
-        config: of the run's rewards.
-        samples: to grade.
-        grade: gives one reward for each sample.
-        may_vary: the form of a reward may differ from one response to the next, so it is checked.
+        config: Reward flags of the run.
+        samples: Samples to grade.
+        grade: Returns one reward for each sample.
+        may_vary: Whether rewards may be of different kinds for different responses, so that each must be checked.
 
     Raises:
-        ConfigError, HookError, NotImplementedError, ImportError: as ``grade`` raised them.
-        GraderError: ``--rm-max-failures`` calls in a row have failed.
+        ConfigError, HookError, NotImplementedError, ImportError: raised by ``grade``.
+        GraderError: ``--rm-max-failures`` consecutive gradings have failed.
+        Exception: any error of ``grade``, with ``--rm-failure-policy raise``.
     """
     try:
         rewards = await grade()
@@ -108,7 +109,7 @@ async def grade_by_policy(
         _record_failure(config, samples, error)
         return [_failed_reward(config, sample, error) for sample in samples]
     if not is_one_each(rewards, samples):
-        return rewards  # the caller checks the shape, and names the function
+        return rewards  # the caller reports the wrong shape and names the function
     graded = []
     for sample, reward in zip(samples, map(plain_reward, rewards), strict=True):
         problem = problem_with_reward(config, reward) if may_vary else None
@@ -123,14 +124,15 @@ async def grade_by_policy(
 
 
 def leave_out(config: RewardConfig, sample: Sample, failure: Exception) -> None:
-    """Make ``sample`` FAILED, with what the trainer needs of a sample that trains nothing.
+    """Mark ``sample`` as FAILED and not trained, with the placeholder values that the trainer needs.
 
-    A reward that it has stays; else ``--rm-failure-policy`` gives one.  The failure counts as one of a grader does, so
-    that a run in which nothing can be played ends.
+    An existing reward is kept; otherwise ``--rm-failure-policy`` gives one.  The failure counts like a grader's
+    failure, so a run in which every episode fails ends.
 
     Raises:
         ConfigError, HookError, NotImplementedError, ImportError: ``failure`` is one of these.
-        GraderError: ``--rm-max-failures`` responses in a row have failed.
+        GraderError: ``--rm-max-failures`` consecutive responses have failed.
+        Exception: ``failure`` itself, with ``--rm-failure-policy raise``.
     """
     if isinstance(failure, _MISTAKES):
         raise failure
@@ -144,16 +146,17 @@ def leave_out(config: RewardConfig, sample: Sample, failure: Exception) -> None:
 
 
 def is_one_each(rewards: Any, samples: Sequence[Sample]) -> bool:
-    """Return True for a list, or what is like one, with a reward for each sample."""
+    """Return True for a list-like object with one reward per sample."""
     is_list = hasattr(rewards, "__len__") and not isinstance(rewards, str | bytes | Mapping | set)
     return is_list and len(rewards) == len(samples)
 
 
 def problem_with_reward(config: RewardConfig, reward: Any) -> str | None:
-    """Return why training cannot use a reward; None when it can.
+    """Return why a reward is unusable for training; None if it is usable.
 
-    What is neither a number nor a dict is left to ``--custom-reward-post-process-path``, which may know it; a number
-    in the place of a dict comes from a grader without entries, as an evaluation set may have.
+    Numbers must be finite.  If a reward key is set, a reward must be a dict with that key or a plain number, since an
+    evaluation set may use a grader that returns numbers.  Without ``--reward-key``, other types are left to
+    ``--custom-reward-post-process-path`` if given.
     """
     keys, values = _reward_keys(config), [reward]
     reads_entry = config.reward_key is not None or not config.custom_reward_post_process_path
@@ -176,7 +179,7 @@ def _reward_keys(config: RewardConfig) -> list[str]:
 
 
 def _record_failure(config: RewardConfig, samples: Sequence[Sample], error: Exception) -> None:
-    """Log a failure; end the run when the policy or their number says so."""
+    """Log a failure; raise an error if the policy or the number of failures ends the run."""
     FAILURES.failed(error)
     indices = ", ".join(str(sample.index) for sample in samples)
     with_traceback = FAILURES.total <= _NUM_TRACEBACKS and error.__traceback__ is not None
@@ -194,7 +197,7 @@ def _record_failure(config: RewardConfig, samples: Sequence[Sample], error: Exce
         first = FAILURES.first or error
         notes = "".join(f"\n{note}" for note in getattr(first, "__notes__", ()))
         raise GraderError(
-            f"The last {FAILURES.in_a_row} gradings failed (--rm-max-failures); the first of them with "
+            f"The last {FAILURES.in_a_row} gradings failed (--rm-max-failures), the first of them with "
             f"{type(first).__name__}: {first}. Look at --rm-type, --custom-rm-path or the server of --rm-url.{notes}"
         ) from first
 
@@ -202,22 +205,22 @@ def _record_failure(config: RewardConfig, samples: Sequence[Sample], error: Exce
 def _failed_reward(config: RewardConfig, sample: Sample, error: Exception) -> Any:
     sample.metadata = {**(sample.metadata or {}), "reward_error": f"{type(error).__name__}: {error}"}
     if config.rm_failure_policy == "failed":
-        if not sample.remove_sample:  # what a restart asks the grader with again
+        if not sample.remove_sample:  # a restart restores this status to grade the sample again
             sample.metadata[UNGRADED_STATUS] = sample.status.value
         sample.status, sample.remove_sample = Sample.Status.FAILED, True
     keys = _reward_keys(config)
     return dict.fromkeys(keys, 0.0) if keys else 0.0
 
 
-# Threads for slow graders.  A thread cannot be stopped: one whose grading is overdue is left to end, if it ever does,
-# and its place is free for the next grading.  All are daemons: none holds up the exit.
+# Threads for slow graders.  A thread cannot be stopped, so an overdue one is abandoned and its slot is freed for the
+# next grading.  All threads are daemons, so none blocks the exit.
 
 
 NUM_THREADS = 8
 
 
 class GraderThreads:
-    """At most ``num_threads`` gradings at a time that somebody waits for, each in a new thread."""
+    """Runs at most ``num_threads`` gradings at a time, not counting abandoned ones, each in a new thread."""
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._num_threads = num_threads
@@ -230,16 +233,18 @@ class GraderThreads:
         timeout_s: float,
         late: str = "no result within {:g} s (--rm-timeout-s)",
     ) -> Any:
-        """Run ``function(*args)`` in a thread; returns or raises what it does.  Cancelled, it is not begun any more.
+        """Run ``function(*args)`` in a thread and return its result or raise its error.
+
+        A call that is cancelled while it waits for a slot is not started.
 
         Raises:
-            TimeoutError: it did not return within ``timeout_s`` of its start; its text is ``late``.  The time before
-                is not counted: it is bounded by the deadlines of those that came first.
+            TimeoutError: the function did not return within ``timeout_s`` seconds of its start; the message is
+                ``late``.  Waiting for a slot does not count; the deadlines of the calls ahead bound it.
         """
         places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._num_threads))
         async with places:
             outcome: Future[Any] = Future()
-            outcome.set_running_or_notify_cancel()  # now only the thread ends it
+            outcome.set_running_or_notify_cancel()  # from here on only the thread can complete it
             threading.Thread(target=_grade, args=(outcome, function, args), name="grader", daemon=True).start()
             result = asyncio.wrap_future(outcome)
             try:
@@ -254,9 +259,11 @@ class GraderThreads:
 def _grade(outcome: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         outcome.set_result(function(*args))
-    except CancelledError as error:  # of the grader's own; awaited, it would pass for its caller's end
+    except (
+        CancelledError
+    ) as error:  # raised inside the grader; passed on, it would look like the caller's cancellation
         outcome.set_exception(GraderError(f"the grader's own work was cancelled: {error!r}"))
-    except BaseException as error:  # raised where the grading is awaited
+    except BaseException as error:  # re-raised where the grading is awaited
         outcome.set_exception(error)
 
 

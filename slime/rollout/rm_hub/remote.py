@@ -1,4 +1,4 @@
-"""A reward server (``--rm-url``), and how a server that grades is asked again."""
+"""Rewards from a server (``--rm-url``), and retries for servers that grade."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 64
 TIMEOUT_S = 120.0
-"""For one answer of a reward server."""
+"""Timeout of one request to a reward server."""
 MAX_WAIT_S = 30.0
-"""Between two tries."""
+"""Longest wait between two attempts, without the random part."""
 
 _sessions = separate_sessions(max_connections=MAX_CONNECTIONS, timeout_s=TIMEOUT_S)
 Answer = TypeVar("Answer")
@@ -33,11 +33,12 @@ async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> A
     """Post ``{"prompt", "response", "label"}`` to ``--rm-url`` and return its JSON answer.
 
     Raises:
+        ConfigError: ``--rm-url`` is empty.
         GraderError: ``max_retries`` attempts failed (see ``ask_patiently``).
     """
     url = reward_config(args).rm_url
     if not url:
-        raise ConfigError("--rm-type is remote_rm and --rm-url is empty; it must be the address of a reward server.")
+        raise ConfigError("--rm-type is remote_rm, but --rm-url is empty; it must be the address of a reward server.")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
 
     async def ask() -> Any:
@@ -52,19 +53,19 @@ async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> A
 
 
 class UnusableAnswer(Exception):
-    """An answer of a server of rewards is of no use; the next one may be better."""
+    """The answer of a reward server is unusable; another attempt may succeed."""
 
 
 async def ask_patiently(attempt: Callable[[], Awaitable[Answer]], *, server: str, max_attempts: int) -> Answer:
-    """Return what ``attempt`` returns, tried again after 1, 2, 4 ... at most 30 seconds, plus up to a random one.
+    """Return the result of ``attempt``, retrying after 1, 2, 4, ... (at most 30) seconds plus up to 1 random second.
 
     Args:
-        attempt: sends one request; ``UnusableAnswer`` and errors of the connection are met with another try.
-        server: in words, for errors; without credentials.
-        max_attempts: at least 1.
+        attempt: Sends one request.  ``UnusableAnswer``, ``ValueError`` and connection errors are retried.
+        server: Name of the server for errors, without credentials.
+        max_attempts: At least 1.
 
     Raises:
-        GraderError: the last attempt failed too.
+        GraderError: all attempts failed.
     """
     for number in range(1, max_attempts + 1):
         try:
@@ -73,11 +74,11 @@ async def ask_patiently(attempt: Callable[[], Awaitable[Answer]], *, server: str
             text = str(error) if isinstance(error, UnusableAnswer) else f"{type(error).__name__}: {error}"
             problem = redacted_text(text)
             if number == max_attempts:
-                # A traceback shows the text of the cause too.
+                # Drop a cause whose text needed redaction: a traceback would show it.
                 raise GraderError(
                     f"The {server} failed {number} times; last: {problem}. Look at its log, or change --rm-url."
                 ) from (error if problem == text else None)
         wait_s = min(2.0 ** (number - 1), MAX_WAIT_S) + random.random()
         logger.warning("The %s failed (%s); asking again in %.1f s", server, problem, wait_s)
         await asyncio.sleep(wait_s)
-    raise ConfigError(f"The {server} is to be asked {max_attempts} times; it must be at least once.")
+    raise ConfigError(f"max_attempts for the {server} is {max_attempts}; it must be at least 1.")

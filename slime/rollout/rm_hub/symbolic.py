@@ -1,9 +1,9 @@
 """Sympy with a time limit: a small pool of child processes that compare expressions.
 
-Simplifying what a policy wrote can take for ever, or all memory, inside C code that no thread can interrupt.  So it is
-done in child processes (``symbolic_worker.py``) that are killed when their time is up; the next question starts a new
-one.  Children are started when the first question comes, in isolation as sandboxes are (``slime.agent.sandbox``).
-Where a machine has no namespaces they keep the file system in sight, to read; all else is refused there too.
+Simplifying a policy's expression may take forever or use all memory, inside C code that no thread can interrupt.
+Child processes (``symbolic_worker.py``) do it and are killed at a time limit; the next question starts a new child.
+Children start with the first question and are isolated like sandboxes (``slime.agent.sandbox``).  On machines without
+namespaces they can read the file system, but everything else is still denied.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from slime.utils.errors import ConfigError, GraderError
 logger = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 5.0
-"""For one expression, in a running child."""
+"""Limit for one expression in a running child."""
 START_LIMIT_S = 120.0
-"""For a child to import sympy, on a busy machine."""
+"""Limit for starting a child and importing sympy on a busy machine."""
 KILL_WAIT_S = 10.0
-"""For the kernel to end a killed child."""
+"""Limit for the kernel to end a killed child."""
 NUM_WORKERS = 2
 MAX_USED_S = 600.0
-"""A child is replaced after so many seconds of answering, between two questions."""
+"""After answering for this many seconds, a child is replaced before its next question."""
 LIMITS = {"as": 2 << 30, "fsize": 0, "nofile": 64, "nproc": 0, "cpu": int(MAX_USED_S + START_LIMIT_S + TIME_LIMIT_S)}
-"""Of a child; the last one ends it where its parent is gone."""
+"""Resource limits of a child.  The CPU limit ends a child whose parent is gone."""
 VARIABLES = {"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-"""All that a child has for an environment; the job's has tokens in it.  Tasks of reasoning-gym draw from sets, so the
-seed is fixed.
+"""The complete environment of a child; the job's environment holds credentials.  The hash seed is fixed because
+reasoning-gym tasks draw from sets.
 """
 
 _WORKER_FILE = Path(__file__).with_name("symbolic_worker.py")
 
 
 class SymbolicWorker:
-    """One child process.  Invariant: at most one question is open, and a child that missed one is never reused."""
+    """One child process.  Invariant: at most one question is open, and a child that timed out is never reused."""
 
     first_question: Mapping[str, Any] = {"expression": "1-1"}
-    """Asked to see that a child has started."""
+    """Asked to check that a child has started."""
     what = "runs sympy for the math graders"
     package = "sympy"
     needs_isolation = False
-    """Do not run without namespaces: what the policy wrote is evaluated."""
+    """Refuse to run without namespaces, for workers that evaluate the policy's output as code."""
 
     def __init__(self, *, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._time_limit_s = time_limit_s
@@ -64,7 +64,7 @@ class SymbolicWorker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def answer_to(self, question: Mapping[str, Any]) -> object:
-        """Return the child's answer; None when there is none within the limit."""
+        """Return the child's answer; None if it does not answer in time or dies."""
         process = self._running()
         began = time.monotonic()
         try:
@@ -80,13 +80,13 @@ class SymbolicWorker:
             return None
 
     def close(self) -> None:
-        """End the child."""
+        """Kill the child."""
         if self._process is not None:
             self._process.kill()
             try:
                 self._process.wait(KILL_WAIT_S)
-            except subprocess.TimeoutExpired:  # stuck in the kernel; nobody needs it any more
-                logger.warning("Process %d of the math graders outlives its SIGKILL.", self._process.pid)
+            except subprocess.TimeoutExpired:  # stuck in the kernel
+                logger.warning("Process %d of the math graders is still alive after SIGKILL.", self._process.pid)
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None and not pipe.closed:
                     try:
@@ -128,14 +128,14 @@ class SymbolicWorker:
     def _run_without_namespaces(self, reason: str) -> None:
         self._is_isolated = False
         logger.warning(
-            "The process that %s runs without namespaces: %s. It may read files of this user; it can write none, and "
-            "has no network, no other process and no variable of this job.",
+            "The process that %s runs without namespaces: %s. It can read this user's files, but cannot write files, "
+            "use the network, start processes or see this job's environment variables.",
             self.what,
             reason.rstrip("."),
         )
 
     def _start_by(self, command: list[str]) -> subprocess.Popen[bytes]:
-        """Start a program with ``VARIABLES`` alone; outside of namespaces packages may be in PYTHONPATH."""
+        """Start a program with the environment ``VARIABLES``, plus PYTHONPATH if it runs without namespaces."""
         path = None if self._is_isolated else env.get_str("PYTHONPATH")
         return self._popen(command, env=VARIABLES | ({"PYTHONPATH": path} if path else {}), cwd="/")
 
@@ -146,24 +146,24 @@ class SymbolicWorker:
 
     @staticmethod
     def _ask(process: subprocess.Popen[bytes], question: Mapping[str, Any], limit_s: float) -> object:
-        """Send one line, read one line.
+        """Send a question as one line and read the answer as one line.
 
         Raises:
-            TimeoutError: no answer in time.
+            TimeoutError: no answer within ``limit_s`` (plus one second of margin).
             OSError, ValueError: the child is gone or broke the protocol.
         """
         assert process.stdin is not None and process.stdout is not None
         deadline = time.monotonic() + limit_s + 1.0
 
         def wait_until(pipe: IO[bytes], event: int) -> None:
-            # Not select(): a rollout holds thousands of connections, and it refuses file descriptors above 1023.
+            # select() would reject file descriptors above 1023, and a rollout holds thousands of connections.
             poll = select.poll()
             poll.register(pipe, event)
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise TimeoutError(f"no answer within {limit_s:.0f} s")
 
         rest = json.dumps(question).encode() + b"\n"
-        os.set_blocking(process.stdin.fileno(), False)  # a child that hangs reads no more than its pipe holds
+        os.set_blocking(process.stdin.fileno(), False)  # a hung child would block the write once its pipe is full
         while rest:
             wait_until(process.stdin, select.POLLOUT)
             rest = rest[os.write(process.stdin.fileno(), rest) :]
@@ -175,7 +175,7 @@ class SymbolicWorker:
 
 
 class WorkerPool:
-    """Children, handed out one question at a time.  Safe to call from many threads."""
+    """A thread-safe pool of child processes, each answering one question at a time."""
 
     def __init__(self, workers: Sequence[SymbolicWorker]) -> None:
         self._workers = workers
@@ -184,8 +184,8 @@ class WorkerPool:
             self._idle.put(worker)
 
     def ask(self, question: Mapping[str, Any]) -> object:
-        """Return an idle child's answer to a question, None when there is none in time; wait while all are busy."""
-        # Every holder gives its worker back within its limits, so this wait ends.
+        """Have an idle child answer a question, waiting while all are busy; None if it does not answer in time."""
+        # Every holder returns its worker within its limits, so this wait ends.
         worker = self._idle.get(timeout=3600)
         try:
             return worker.answer_to(question)
@@ -193,7 +193,7 @@ class WorkerPool:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """End all children."""
+        """Kill all children."""
         for worker in self._workers:
             worker.close()
 
@@ -203,14 +203,14 @@ atexit.register(_POOL.close)
 
 
 def is_zero(expression: str) -> bool:
-    """Return True when sympy simplifies the expression to 0; False when not, not readable, or not within
-    ``TIME_LIMIT_S`` seconds.
+    """Return True if sympy simplifies the expression to 0 within ``TIME_LIMIT_S`` seconds.
 
-    Expressions are in the notation of a text book: ``2x`` is a product, ``x^2`` a power.
+    Returns False for any other result, for unreadable expressions, and on timeout.  Expressions use textbook notation:
+    ``2x`` is a product, ``x^2`` a power.
     """
     return _POOL.ask({"expression": expression}) == {"is_zero": True}
 
 
 def is_same_by_math_verify(gold: str, answer: str) -> bool:
-    """Return True when math-verify, which must be installed, calls the two equal within ``TIME_LIMIT_S`` seconds."""
+    """Return True if math-verify, which must be installed, finds both equal within ``TIME_LIMIT_S`` seconds."""
     return _POOL.ask({"gold": gold, "answer": answer}) == {"is_same": True}

@@ -1,12 +1,13 @@
-"""The child process of ``symbolic``: reads questions line by line, answers each with a line.
+"""The child process of ``symbolic``: answers each line on standard input with one line.
 
-A question is {"expression"} (is it zero?) or {"gold", "answer"} (does math-verify call them equal?).
+A question is {"expression"} (is it zero?) or {"gold", "answer"} (does math-verify find them equal?).
 
-What the policy wrote is never evaluated as Python: ``read_expression`` builds sympy's nodes from a small grammar,
-and sympy and math-verify read strings by it (``replace_sympys_reader``).  Behind that the process has no network, no
-other process and no file to write to (``slime.isolation.seccomp``).
+The policy's output is never evaluated as Python: ``read_expression`` builds sympy nodes from a small grammar, and
+sympy and math-verify use it to parse strings (``replace_sympys_reader``).  As a second barrier, the process cannot
+use the network, start processes or write files (``slime.isolation.seccomp``).
 
-Run as a script (or by ``-c``) with the path of ``seccomp.py``.  Imports nothing of slime, so that it starts fast.
+Runs as a script or by ``python -c``, with the path of ``seccomp.py`` as argument.  Does not import slime, to start
+fast.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from typing import Any
 import sympy
 
 MAX_LENGTH = 2000
-"""Of an expression, in characters; so the number of its nodes is bounded too."""
+"""Maximum characters of an expression, which also bounds its number of nodes."""
 MAX_DEPTH = 40
 MAX_EXPONENT = 10_000
 MAX_BITS = 200_000
-"""Of a power of numbers."""
+"""Maximum size of a power of two numbers."""
 MAX_FACTORIAL = 2000
 
 CONSTANTS = {"pi": sympy.pi, "oo": sympy.oo}
@@ -43,7 +44,7 @@ WORDS = frozenset(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron rho sigma tau upsilon phi chi "
     "psi omega".split()
 )
-"""Letters by their names; any other word is a product of its letters."""
+"""Greek letters by name.  Any other word is a product of its letters."""
 
 # Letters and digits without "_": the first alternative takes "2e" as 2 and a letter, and "2e3" as a number.
 _TOKEN = re.compile(
@@ -54,11 +55,11 @@ _PART = re.compile(r"[0-9]+|.")
 
 
 class UnreadableError(ValueError):
-    """The text is no expression of the grammar, or passes a bound."""
+    """The text is not an expression of the grammar, or exceeds a limit."""
 
 
 def read_expression(text: str) -> Any:
-    """Return the sympy expression that ``text`` denotes, in the notation of a text book.
+    """Parse ``text`` in textbook notation into a sympy expression.
 
     ::
 
@@ -69,7 +70,7 @@ def read_expression(text: str) -> Any:
         factor  = (number | letter | constant | "(" sum ")" | function ["^" signed] "(" sum {"," sum} ")") {"!"}
 
     Raises:
-        UnreadableError: it denotes none, or is too long, too deep or too large.
+        UnreadableError: ``text`` does not parse, or is too long, too deep or too large.
     """
     if len(text) > MAX_LENGTH:
         raise UnreadableError(f"{len(text)} characters")
@@ -81,7 +82,7 @@ def read_expression(text: str) -> Any:
 
 
 def _tokens(text: str) -> list[Any]:
-    """Return marks and names of functions as strings, numbers and symbols as sympy's."""
+    """Split ``text`` into tokens: strings for operators and functions, sympy objects for numbers and symbols."""
     tokens: list[Any] = []
     position, text = 0, text.rstrip(" \t")
     while position < len(text):
@@ -108,7 +109,7 @@ def _tokens(text: str) -> list[Any]:
 
 def _letter(text: str) -> Any:
     if not text.isalpha():
-        raise UnreadableError(f"{text!r}, which is no letter")
+        raise UnreadableError(f"{text!r}, which is not a letter")
     return sympy.Symbol(text)
 
 
@@ -120,7 +121,7 @@ def _number(text: str) -> Any:
 
 
 class _Reader:
-    """Reads tokens from the left, one method for each rule of the grammar."""
+    """Recursive-descent parser with one method per rule of the grammar."""
 
     def __init__(self, tokens: list[Any]) -> None:
         self._tokens = [*tokens, ""]
@@ -131,7 +132,7 @@ class _Reader:
         return self._tokens[self._position]
 
     def _take(self, *marks: str) -> str:
-        """Return the next token and pass over it when it is one of ``marks``; else an empty string."""
+        """Consume and return the next token if it is one of ``marks``; else return an empty string."""
         token = self.next
         if not isinstance(token, str) or token not in marks:
             return ""
@@ -214,9 +215,10 @@ def _factorial(value: Any, mark: str) -> Any:
 
 
 def replace_sympys_reader() -> None:
-    """Make sympy read strings by this grammar: its own reader evaluates them as Python.
+    """Make sympy and math-verify parse strings with this grammar: sympy's own parser evaluates them as Python.
 
-    math-verify hands it numbers as text.  What sympy imports late comes first: it makes its units from strings.
+    math-verify passes numbers to sympy as text.  The calls below trigger sympy's lazy imports before the parser is
+    replaced, because sympy creates its units from strings.
     """
     from sympy.parsing import sympy_parser
 
@@ -236,25 +238,23 @@ def replace_sympys_reader() -> None:
 
 
 def is_zero(expression: str) -> bool:
-    """Return True when sympy simplifies the expression to 0; False when it cannot be read."""
+    """Return True if sympy simplifies the expression to 0; False otherwise or if it is unreadable."""
     try:
         return bool(sympy.simplify(read_expression(expression)) == 0)
-    except Exception as error:  # the edge of a process: sympy raises anything at all on odd input
+    except Exception as error:  # process boundary: sympy may raise anything on odd input
         print(f"{expression!a}: {type(error).__name__}: {error}", file=sys.stderr)
         return False
 
 
 def is_same(gold: str, answer: str) -> bool:
-    """Return True when math-verify, which must be installed, finds the gold answer in ``answer``; False when
-    unreadable.
-    """
+    """Return True if math-verify, which must be installed, finds ``answer`` equal to ``gold``; False if unreadable."""
     from math_verify import parse, verify
 
     try:
-        # No time limits of its own: they need signals of the main thread.
+        # math-verify's own time limits need signals in the main thread.
         parsed = [parse(text, parsing_timeout=None) for text in (gold, answer)]
         return bool(all(parsed) and verify(*parsed, timeout_seconds=None))
-    except Exception as error:  # the edge of a process: sympy raises anything at all on odd input
+    except Exception as error:  # process boundary: sympy may raise anything on odd input
         print(f"{answer!a}: {type(error).__name__}: {error}", file=sys.stderr)
         return False
 

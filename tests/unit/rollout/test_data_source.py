@@ -196,7 +196,9 @@ def test_a_snapshot_is_not_changed_by_what_follows_and_can_be_saved_later(make_a
 
 def test_a_resume_without_its_file_is_an_error_that_names_it(make_args):
     args = make_args(start_rollout_id=8)
-    with pytest.raises(DataError, match=r"goes on at rollout 8, .*rollout/global_dataset_state_dict_7.pt is missing"):
+    with pytest.raises(
+        DataError, match=r"continues at rollout 8, .*rollout/global_dataset_state_dict_7.pt is missing"
+    ):
         RolloutDataSourceWithBuffer(args).load()
 
 

@@ -104,7 +104,7 @@ def test_an_answer_that_the_engine_breaks_off_is_continued_and_given_up_at_last(
     data = evaluate(cluster, dataset(tmp_path, "d", ["a"]))
     assert data["d"]["samples"][0].response_length == 4
     cluster.plans["a"] = Plan(breaks=1000, length=100)
-    with pytest.raises(EngineError, match="broken off 3 times"):
+    with pytest.raises(EngineError, match="aborted 3 times"):
         evaluate(cluster, dataset(tmp_path, "d", ["a"], max_response_len=100))
 
 

@@ -106,7 +106,7 @@ def test_samples_that_a_generate_function_keeps_aborting_are_left_out():
     policy.count_no_progress([answered, dead], before, (None, 0))
     assert (answered.status, answered.remove_sample, answered.reward) == (Sample.Status.COMPLETED, False, 1.0)
     assert (dead.status, dead.remove_sample, dead.reward) == (Sample.Status.FAILED, True, 0.0)
-    assert "mine.generate returned it aborted 3 times" in dead.metadata["reward_error"]
+    assert "mine.generate returned the sample aborted 3 times" in dead.metadata["reward_error"]
     FAILURES.succeeded()
 
 

@@ -170,7 +170,7 @@ def test_positions_beyond_the_data_or_of_no_sense_are_errors(make_args):  # noqa
     for name in STATE:
         for value in (-1, None, 1.5, "3", True, [1]):
             rewrite(args, **STATE | {"sample_offset": 3} | {name: value})
-            with pytest.raises(DataError, match=f"says {name} = .*, which must be a number from 0 on"):
+            with pytest.raises(DataError, match=f"has {name} = .*; it must be a whole number >= 0"):
                 RolloutDataSource(make_args(accept_other_data=True)).load(0)
 
 

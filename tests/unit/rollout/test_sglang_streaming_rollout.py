@@ -113,7 +113,7 @@ def test_a_stream_that_stops_is_left_at_its_deadline_and_goes_on_where_it_stoppe
     sample = run(generate_streaming(args, Sample(index=3, prompt="abc"), dict(PARAMS)))
     whole = run(generate(args, Sample(index=3, prompt="abc"), dict(PARAMS)))
     assert sample.tokens == whole.tokens and sample.rollout_log_probs == whole.rollout_log_probs
-    assert len(engine.payloads) == 3 and "The stream of sample 3 broke; it goes on from 10 tokens" in caplog.text
+    assert len(engine.payloads) == 3 and "The stream of sample 3 broke; it continues from 10 tokens" in caplog.text
 
 
 @pytest.mark.parametrize("tolerant", [False, True])

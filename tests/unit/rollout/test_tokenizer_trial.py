@@ -61,7 +61,7 @@ def test_a_template_without_an_end_is_killed_and_named_by_its_file_and_row(folde
     monkeypatch.setattr(tokenizer_trial, "RENDER_TIMEOUT_S", 1.0)
     began = time.monotonic()
     with pytest.raises(
-        DataError, match=r"data.jsonl line 1: the chat template was still at work after 1 s.*chat_template.j"
+        DataError, match=r"data.jsonl line 1: the chat template was still running after 1 s.*chat_template.j"
     ):
         tried(folder(template=ENDLESS))
     assert time.monotonic() - began < 60

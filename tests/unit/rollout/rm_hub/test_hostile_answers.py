@@ -79,6 +79,7 @@ def wrong(rm_type: str, response: str, label: Any) -> bool:
 
 def test_the_process_of_the_graders_has_no_secret_and_no_right(worker, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # a worker without namespaces inherits it
     for is_isolated in (True, False):
         fresh = SymbolicWorker()
         fresh._is_isolated = is_isolated
