@@ -1,10 +1,10 @@
-"""Train on what an agent does: a program that talks to a model over HTTP plays, and its turns become samples.
+"""Trains on the behavior of agents: programs that call a model over HTTP, whose turns become samples.
 
-* ``adapters``: servers that speak OpenAI's or Anthropic's protocol in front of SGLang and write down every token.
-* ``trajectory``: turns -> token-exact samples.
-* ``parsing``: the model's text -> reasoning, text, tool calls.
-* ``sandbox``, ``harness``: where an agent program runs, and how it is installed and started there.
-* ``aiohttp_threaded``: an aiohttp application in its own thread.
+* ``adapters``: servers with the OpenAI and Anthropic APIs in front of SGLang, which record every token.
+* ``trajectory``: converts turns to token-exact samples.
+* ``parsing``: splits the model's text into reasoning, text and tool calls.
+* ``sandbox``, ``harness``: run an agent program in isolation; install and start it there.
+* ``aiohttp_threaded``: runs an aiohttp application in its own thread.
 
-docs/agent.md shows how the pieces make a generate function.
+docs/agent.md shows how to build a generate function from these parts.
 """

@@ -1,13 +1,13 @@
-"""Turns of an agent -> token-exact samples.
+"""Converts the turns of an agent to token-exact samples.
 
-A *turn* is one call of the engine: prompt ids in, drawn ids out.  A *chain* is a run of turns in which each prompt
-goes on from the ids of the turn before; one chain becomes one sample.  What is between two drawn stretches (tool
-output, user messages, headers of the template) is an observation and gets loss mask 0.
+A *turn* is one call of the engine: prompt ids in, drawn ids out.  A *chain* is a sequence of turns in which each
+prompt continues the ids of the previous turn; one chain becomes one sample.  Tokens between two drawn spans (tool
+output, user messages, template headers) are observations with loss mask 0.
 
-Invariant: every trained token of a sample has exactly the ids before it that the engine saw when it drew the token.
-Where a new prompt does not repeat the ids of its chain (the template dropped old reasoning, the client rewrote
-history), the chain is cut back to what both share and goes on from there, when that takes the training from at most
-``fork_threshold_tokens`` drawn tokens; otherwise the prompt begins a chain of its own and nothing is lost.
+Invariant: every trained token of a sample is preceded by exactly the ids that the engine saw when it drew the token.
+If a new prompt does not repeat the ids of its chain (the template dropped old reasoning, the client rewrote history),
+the chain is cut back to the common prefix and continues from there, provided that this removes at most
+``fork_threshold_tokens`` drawn tokens from training.  Otherwise the prompt starts a new chain and nothing is lost.
 """
 
 from __future__ import annotations
@@ -45,54 +45,54 @@ Message = dict[str, Any]
 
 DEFAULT_FORK_THRESHOLD_TOKENS = 1024
 REPLAY_KEYS = frozenset({ROUTED_EXPERTS_KEY, *TOP_P_IDS_KEYS, *TOP_P_OFFSETS_KEYS})
-"""Of meta_info: values that go with tokens."""
+"""Keys of meta_info with per-token values."""
 _NO_MESSAGE = ""
-"""In the place of a message's key; no message has it."""
+"""Placeholder key for a missing message; no message has this key."""
 
 
 class Pictures(NamedTuple):
-    """Images that were processed together."""
+    """Images that were processed in one call."""
 
     images: list[Any]
-    """Opened, in the order of their places in the prompt."""
+    """Opened images, in prompt order."""
     train_inputs: dict[str, Any]
     """The processor's outputs for the trainer, such as ``pixel_values``."""
 
 
 @dataclass
 class TurnRecord:
-    """One call of the engine, or several that continued each other after an abort.
+    """One call of the engine, or several calls that continued an aborted turn.
 
-    Invariant: ``len(output_log_probs) == len(output_ids)``, and the counts of ``weight_spans`` add up to it.
+    Invariant: ``len(output_log_probs) == len(output_ids)``, and the counts of ``weight_spans`` sum to the same.
     """
 
     prompt_ids: list[int]
     output_ids: list[int]
-    """Drawn ids, the stop token included."""
+    """Drawn ids, including the stop token."""
     finish_reason: str = "stop"
     """``stop``, ``length`` or ``abort``."""
     output_log_probs: list[float] = field(default_factory=list)
-    """In nats, under the weights that drew the token."""
+    """In nats, under the weights that drew each token."""
     text: str = ""
-    """The drawn ids as text; without one, the adapter decodes them."""
+    """Text of the drawn ids; if empty, the adapter decodes them."""
     weight_spans: list[tuple[str | None, int]] = field(default_factory=list)
-    """(weight version, number of tokens), one for each call of the engine."""
+    """(weight version, number of tokens) of each call of the engine."""
     meta_infos: list[dict[str, Any]] = field(default_factory=list)
-    """The engine's meta_info of each call, without the log-probs of the tokens."""
+    """The engine's meta_info of each call, without the log-probs."""
     began_s: float = 0.0
-    """Of a monotonic clock; 0 when it is not known."""
+    """Monotonic time in seconds; 0 if unknown."""
     ended_s: float = 0.0
     pictures: list[Pictures] = field(default_factory=list)
-    """Those of the prompt."""
+    """Images of the prompt."""
 
     def __post_init__(self) -> None:
         by_position = self.finish_reason, self.output_log_probs
-        if not isinstance(by_position[0], str):  # callers give the two in either order
+        if not isinstance(by_position[0], str):  # positional callers pass these two in either order
             self.finish_reason, self.output_log_probs = str(by_position[1] or "stop"), by_position[0]
         if len(self.output_log_probs) != len(self.output_ids):
             raise DataError(
                 f"A turn has {len(self.output_log_probs)} log-probs for {len(self.output_ids)} sampled tokens; "
-                "there must be one each. Ask the engine with return_logprob."
+                "each token needs one. Ask the engine with return_logprob."
             )
         if not self.weight_spans:
             self.weight_spans = [(None, len(self.output_ids))]
@@ -102,18 +102,19 @@ class TurnRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownPrefix:
-    """The longest beginning of a conversation whose ids were written down."""
+    """The longest prefix of a conversation whose ids were recorded."""
 
     messages: list[Message]
-    """As they were when the ids were made; the reasoning that clients do not send back is in them."""
+    """The messages when the ids were recorded, including reasoning that clients do not send back."""
     ids: list[int]
     finish_reason: str
     pictures: list[Pictures] = field(default_factory=list)
 
 
 def message_key(message: Mapping[str, Any]) -> str:
-    """Return a key that is equal for messages with the same role, text and tool calls; ids, reasoning and outer spaces
-    do not count.
+    """Return a key that is equal for messages with the same role, text and tool calls.
+
+    Ids, reasoning and surrounding white space are ignored.
     """
     content = message.get("content") or ""
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
@@ -122,7 +123,9 @@ def message_key(message: Mapping[str, Any]) -> str:
         function = call.get("function", call)
         calls.append([function.get("name"), call_arguments(function.get("arguments"))])
     said = json.dumps([message.get("role"), text.strip(), calls], sort_keys=True)
-    return blake2b(said.encode(), digest_size=16).hexdigest()  # a history of 100 turns is kept 100 times
+    return blake2b(
+        said.encode(), digest_size=16
+    ).hexdigest()  # hashed, because a history of 100 turns is stored 100 times
 
 
 def _tools_key(tools: Sequence[Mapping[str, Any]] | None) -> str:
@@ -135,27 +138,27 @@ class _State:
     messages: list[Message]
     keys: list[str]
     tools: str
-    """The key of the tools that the ids show to the model."""
+    """Key of the tools that the prompt offers to the model."""
     end: int
-    """The chain's ids up to here are the prompt and what was drawn."""
+    """Number of the chain's ids after this turn: prompt and drawn ids."""
     finish_reason: str
     pictures: list[Pictures]
 
 
 class _Chain:
-    """Turns that continue each other, as one growing sample."""
+    """A sequence of turns that continue each other, as one growing sample."""
 
     def __init__(self, turn: TurnRecord, args: Namespace | None = None) -> None:
         self._args = args
         self.prompt_length = len(turn.prompt_ids)
         self.sample = Sample(tokens=list(turn.prompt_ids), loss_mask=[], rollout_log_probs=[])
         self.versions: list[str | None] = []
-        """One for each token of the response; None where it was not drawn."""
+        """Weight version of each response token; None for tokens that were not drawn."""
         self.turns: list[TurnRecord] = []
         self.states: list[_State] = []
         self.metadata: list[dict[str, Any]] = []
         self.tokens_cut = 0
-        """Drawn tokens that a rewritten history took the training from."""
+        """Number of drawn tokens that rewritten histories removed from training."""
         self._append(turn)
 
     @property
@@ -176,12 +179,12 @@ class _Chain:
             )
             self.versions += [version] * count
             begin = end
-        # What is in the sample would be kept once more by each of its turns.
+        # Drop values that the sample already holds, so that its turns do not store them again.
         facts = [{key: value for key, value in meta.items() if key not in REPLAY_KEYS} for meta in turn.meta_infos]
         self.turns.append(replace(turn, prompt_ids=[], meta_infos=facts))
 
     def extend(self, turn: TurnRecord, fork_threshold_tokens: int) -> bool:
-        """Append ``turn``; return False, and change nothing, when it needs a chain of its own."""
+        """Append ``turn``; return False without changing anything if it needs a new chain."""
         shared = common_length(self.ids, turn.prompt_ids)
         kept = shared - self.prompt_length
         if shared < len(self.ids):
@@ -198,7 +201,7 @@ class _Chain:
         return True
 
     def cut(self, length: int) -> None:
-        """Keep the first ``length`` tokens of the response, and of every value that goes with a token."""
+        """Keep only the first ``length`` response tokens and their per-token values."""
         sample, total = self.sample, self.prompt_length + length
         del sample.tokens[total:], self.versions[length:]
         sample.response_length = length
@@ -212,9 +215,7 @@ class _Chain:
             sample.rollout_routed_experts = sample.rollout_routed_experts[: total - 1]
 
     def weight_spans(self) -> list[tuple[str, int, int]]:
-        """Return (weight version, begin, end) of the drawn stretches; positions count from the first response
-        token.
-        """
+        """Return (weight version, begin, end) of the drawn spans; positions are relative to the response."""
         spans: list[tuple[str, int, int]] = []
         for position, version in enumerate(self.versions):
             if version is None:
@@ -226,18 +227,18 @@ class _Chain:
         return spans
 
     def waiting_s(self) -> float:
-        """Return the seconds between the turns: what tools and environments took."""
+        """Return the seconds between turns, which tools and environments took."""
         gaps = (b.began_s - a.ended_s for a, b in itertools.pairwise(self.turns) if a.ended_s)
         return sum(gap for gap in gaps if gap > 0)
 
 
 class TrajectoryManager:
-    """The turns that agents' sessions have drawn, and the samples made of them.  Thread-safe.
+    """Records the turns of agent sessions and converts them to samples.  Thread-safe.
 
     Args:
-        fork_threshold_tokens: drawn tokens that one rewritten prompt may take out of training before it begins a chain
-            of its own instead; 0: every rewritten prompt does.
-        args: of a job whose engines say which experts they chose: ``num_layers`` and ``moe_router_topk``.
+        fork_threshold_tokens: Drawn tokens that one rewritten prompt may remove from training; if it would remove
+            more, it starts a new chain.  0: every rewritten prompt starts a new chain.
+        args: The job's arguments, needed for routing replay: ``num_layers`` and ``moe_router_topk``.
     """
 
     def __init__(self, *, fork_threshold_tokens: int | None = None, args: Namespace | None = None) -> None:
@@ -261,9 +262,9 @@ class TrajectoryManager:
         """Record one turn.
 
         Args:
-            response_message: the assistant's message that was made of the drawn ids; None when there is none, and the
-                next turn is known by its ids alone.
-            metadata: facts about the turn; ``use_tool``, ``ill_formed`` and ``truncated`` reach the sample.
+            response_message: Assistant message parsed from the drawn ids; None if there is none, and the next turn is
+                then recognized by its ids only.
+            metadata: Facts about the turn; ``use_tool``, ``ill_formed`` and ``truncated`` reach the sample.
         """
         messages = list(prompt_messages)
         keys = [message_key(message) for message in messages]
@@ -290,12 +291,12 @@ class TrajectoryManager:
 
     @staticmethod
     def _chain_before(chains: list[_Chain], turn: TurnRecord, keys: list[str], tools: str) -> _Chain | None:
-        """Find the chain whose conversation the turn continues: by its messages, else by its exact ids."""
+        """Find the chain whose conversation the turn continues, by its messages or else by its exact ids."""
         said = [c for c in chains if keys[: len(c.states[-1].keys)] == c.states[-1].keys]
-        # One with the same tools goes on from its ids; one with others may be longer, and would be cut.
+        # Prefer a chain with the same tools: its ids match.  A chain with other tools may be longer and would be cut.
         said = [c for c in said if c.states[-1].tools == tools] or said
         if said:
-            # Equal messages in two chains (a request sent twice): the ids tell them apart.
+            # Two chains with equal messages (a request sent twice) differ in their ids.
             return max(said, key=lambda c: (len(c.states[-1].keys), common_length(c.ids, turn.prompt_ids)))
         same = [c for c in chains if turn.prompt_ids[: len(c.ids)] == c.ids]
         return max(same, key=lambda c: len(c.ids), default=None)
@@ -303,8 +304,8 @@ class TrajectoryManager:
     def known_prefix(
         self, sid: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> KnownPrefix | None:
-        """Return the longest beginning of ``messages`` that ends in a turn of this session with the same ``tools``;
-        None when there is none.
+        """Return the longest prefix of ``messages`` that ends with a recorded turn of this session with the same
+        ``tools``; None if there is none.
         """
         shown = _tools_key(tools)
         with self._lock:
@@ -320,9 +321,9 @@ class TrajectoryManager:
     def with_reasoning(
         self, sid: str, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[Message]:
-        """Return ``messages`` with the reasoning of this session's turns, which clients do not send back.
+        """Return ``messages`` with the reasoning of this session's turns restored, which clients do not send back.
 
-        Of two turns that said the same, the one with the same ``tools`` gives it.
+        If two recorded turns match, the one with the same ``tools`` is used.
         """
         shown = _tools_key(tools)
         with self._lock:
@@ -346,16 +347,17 @@ class TrajectoryManager:
         max_sample_tokens: int = 0,
         mask_off_policy: bool = False,
     ) -> list[Sample]:
-        """Return the session's samples, one for each chain, in the order in which the chains began, and forget it.
+        """Remove the session and return its samples, one per chain, in the order in which the chains began.
 
-        Each carries the whole ``reward`` and the ``rollout_id`` of the base sample, so that the trainer counts them as
-        one rollout.  Their status is COMPLETED; ``metadata["truncated"]`` says that a limit ended them.
+        Samples without trained tokens are left out.  Each sample gets the full ``reward`` and the base sample's
+        ``rollout_id``, so the trainer counts them as one execution.  Their status is COMPLETED;
+        ``metadata["truncated"]`` is True if a limit ended them.
 
         Args:
-            sid: the session; an unknown one has no samples.
-            base_sample: gives index, group_index, prompt, label and the plug-ins of its data set.
-            max_sample_tokens: longer samples are cut there; 0: never.
-            mask_off_policy: train only tokens drawn under the newest weight version of their sample.
+            sid: Session id; an unknown session has no samples.
+            base_sample: Source of index, group_index, prompt, label and the plug-ins of its data set.
+            max_sample_tokens: Cut samples to this many tokens, including the prompt; 0: no limit.
+            mask_off_policy: Train only tokens drawn under the newest weight version of their sample.
         """
         with self._lock:
             chains = self._chains.pop(sid, [])
@@ -370,7 +372,7 @@ class TrajectoryManager:
         return kept
 
     def has_session(self, sid: str) -> bool:
-        """Return True when a turn of ``sid`` was recorded."""
+        """Return True if a turn of ``sid`` was recorded."""
         return sid in self._chains
 
     def turn_count(self, sid: str) -> int:

@@ -1,4 +1,4 @@
-"""Discounted sums over ragged sequences, in parallel over time.
+"""Discounted sums over ragged sequences, computed in parallel over time.
 
 Shapes: B = sequences, L = steps of the longest; N = sequences of a ragged list.
 """
@@ -13,12 +13,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 def discounted_suffix_sums(values_BL: Tensor, factor: float) -> Tensor:
-    """Return, for every step, the discounted sum of what follows:
+    """Return the discounted sum from each step to the end:
 
         y[t] = x[t] + factor * y[t + 1],    y = 0 beyond the end
 
-    By doubling: after pass k every y holds the sum over 2^k steps, so L steps take log2(L) passes over the tensor
-    instead of L dependent ones.  Zeros appended to a sequence change nothing, which makes padding harmless.
+    Uses doubling: after pass k every y holds the sum over 2^k steps, so L steps take log2(L) passes over the tensor
+    instead of L dependent ones.  Trailing zeros do not change the result, so sequences may be padded.
     """
     sums_BL = values_BL.clone()
     span, weight = 1, float(factor)
@@ -30,7 +30,7 @@ def discounted_suffix_sums(values_BL: Tensor, factor: float) -> Tensor:
 
 
 def ragged_discounted_sums(values_N: Sequence[Tensor], factor: float) -> list[Tensor]:
-    """Return ``discounted_suffix_sums`` of each sequence of a ragged list."""
+    """Apply ``discounted_suffix_sums`` to each sequence of a ragged list."""
     if not values_N:
         return []
     sums_BL = discounted_suffix_sums(pad_sequence(list(values_N), batch_first=True), factor)

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation on the scan of ``discounted``.
+"""Generalized advantage estimation (GAE), with the parallel scan of ``discounted``.
 
 Shapes: N = sequences of a ragged list, each [R], one entry per response token.
 """
@@ -16,7 +16,7 @@ from slime.algorithms.discounted import ragged_discounted_sums
 def generalised_advantages(
     rewards_N: Sequence[Tensor], values_N: Sequence[Tensor], *, gamma: float, lambd: float
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the advantage and return of each token:
+    """Compute the advantage and return of each token:
 
         delta[t] = r[t] + gamma * V[t + 1] - V[t]
         A[t] = delta[t] + gamma * lambd * A[t + 1],    return[t] = A[t] + V[t]
@@ -25,8 +25,8 @@ def generalised_advantages(
 
     Args:
         rewards_N: [R] each.
-        values_N: [R] each, what the critic expected before the token; constant.
-        gamma: discount.
+        values_N: [R] each, the critic's value before each token; constant.
+        gamma: Discount factor per token.
         lambd: 1 is Monte Carlo, 0 is one-step temporal difference.
 
     Returns:

@@ -1,10 +1,10 @@
-"""Baselines of a reward: the other rollouts of the same prompt.
+"""Reward baselines computed from all executions of the same prompt.
 
-A baseline function takes the rewards of one group and gives a baseline and a scale for each of them; what the
-estimator sees is ``(reward - baseline) / scale``.  Who belongs to a group, and how the samples of one rollout share
-its reward, is decided in ``slime.train_data.rewards``.
+A baseline function takes the rewards of one group and returns a baseline and a scale for each; the estimator gets
+``(reward - baseline) / scale``.  ``slime.train_data.rewards`` forms the groups and combines the rewards of samples
+from one execution.
 
-Shapes: G = rollouts of one prompt.
+Shapes: G = executions of one prompt.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 STD_EPSILON = 1e-6
-"""Added to a group's standard deviation; equal rewards then give 0 and not 0 / 0."""
+"""Added to a group's standard deviation, so that equal rewards give 0 instead of 0 / 0."""
 
 
 class Baseline(NamedTuple):
-    """The baseline that each reward of a group is compared with."""
+    """Baseline and scale of each reward in a group."""
 
     baseline_G: Tensor
     scale_G: Tensor
@@ -29,7 +29,7 @@ class Baseline(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupConfig:
-    """The flags of group normalisation."""
+    """Flags of group normalization."""
 
     divide_by_std: bool = True
     """False with ``--disable-grpo-std-normalization``."""
@@ -40,9 +40,9 @@ GroupBaseline = Callable[[Tensor, GroupConfig], Baseline]
 
 
 def group_mean(reward_G: Tensor, config: GroupConfig) -> Baseline:
-    """Return the mean of the group, and no scale: ``r - mean(r)``.
+    """Use the mean of the group as baseline, with scale 1: ``r - mean(r)``.
 
-    A rollout that is alone in its group gets 0.
+    The only execution in its group gets 0.
 
     Source: REINFORCE++-baseline, arXiv:2501.03262.
     """
@@ -50,11 +50,11 @@ def group_mean(reward_G: Tensor, config: GroupConfig) -> Baseline:
 
 
 def group_mean_and_std(reward_G: Tensor, config: GroupConfig) -> Baseline:
-    """Return the mean of the group, and its standard deviation (the unbiased one) as scale:
+    """Use the mean of the group as baseline and its unbiased standard deviation as scale:
 
         (r - mean(r)) / (std(r) + 1e-6)
 
-    Without ``config.divide_by_std``, and for a rollout that is alone in its group, the scale is 1.
+    The scale is 1 without ``config.divide_by_std``, and in a group of one execution.
 
     Source: GRPO, arXiv:2402.03300, sec. 4.1.2; without the division: Dr. GRPO, arXiv:2503.20783, sec. 3.2.
     """

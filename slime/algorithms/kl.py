@@ -1,4 +1,4 @@
-"""Per-token estimators of the KL divergence from a base policy, from samples of the current one.
+"""Per-token estimators of the KL divergence from a base policy, using samples from the current policy.
 
 Shapes: T = response tokens of the micro-batch on this rank, samples concatenated.
 """
@@ -14,31 +14,31 @@ from torch import Tensor
 from slime.algorithms.registry import Registry
 
 LOW_VAR_KL_BOUND = 10.0
-"""``low_var_kl`` is k3 cut to plus and minus this many nats."""
+"""``low_var_kl`` is k3 clamped to plus or minus this many nats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KLKind:
-    """One way to estimate the KL of a token from the difference of two log-probs."""
+    """An estimator of a token's KL from the difference of two log-probs."""
 
     estimate: Callable[[Tensor], Tensor]
-    """Of ``d = log_prob - base``, in nats."""
+    """Function of ``d = log_prob - base``, in nats."""
     bound: float | None = None
-    """The estimate, weighted, is cut to plus and minus this."""
+    """Clamp the estimate, after importance weighting, to plus or minus this."""
 
 
 def k1(difference_T: Tensor) -> Tensor:
-    """Return ``d``: unbiased, of high variance, negative as often as not.  As a loss its expected gradient is 0."""
+    """Return ``d``: unbiased, with high variance, and often negative.  As a loss, its expected gradient is 0."""
     return difference_T
 
 
 def k2(difference_T: Tensor) -> Tensor:
-    """Return ``d^2 / 2``: biased, of low variance; its gradient is the gradient of the KL."""
+    """Return ``d^2 / 2``: biased, with low variance.  Its expected gradient is the gradient of the KL."""
     return difference_T.square() / 2
 
 
 def k3(difference_T: Tensor) -> Tensor:
-    """Return ``exp(-d) - 1 + d``: unbiased, of low variance, never negative."""
+    """Return ``exp(-d) - 1 + d``: unbiased, with low variance, and never negative."""
     return difference_T.neg().expm1() + difference_T
 
 
@@ -54,24 +54,24 @@ KL_KINDS: Registry[KLKind] = Registry(
 
 
 def approx_kl(log_prob_T: Tensor, base_T: Tensor, kind: str, importance_ratio_T: Tensor | None = None) -> Tensor:
-    """Return the KL divergence of each token, in nats, with ``d = log_prob - base``:
+    """Estimate the KL divergence of each token, in nats, with ``d = log_prob - base``:
 
         k1: d        k2: d^2 / 2        k3, low_var_kl: exp(-d) - 1 + d
 
-    times the importance ratio when there is one; ``low_var_kl`` is then cut to plus and minus 10.
+    The estimate is multiplied by the importance ratio, if given; ``low_var_kl`` is then clamped to plus or minus 10.
 
-    k1 and k3 are unbiased estimates of KL(policy || base), k3 is never negative; the gradient of k2, not that of the
-    others, is the gradient of the KL.
+    k1 and k3 are unbiased estimates of KL(policy || base), and k3 is never negative.  Only the expected gradient of k2
+    is the gradient of the KL.
 
     Args:
-        log_prob_T: log-probability under the policy that is trained; carries the gradient.
-        base_T: log-probability under the policy to stay close to.
-        kind: name in ``KL_KINDS``; ``--kl-loss-type``.
-        importance_ratio_T: policy over sampling policy; multiplies the estimate so that it is unbiased although the
-            tokens were sampled from an older policy.
+        log_prob_T: Log-probability under the trained policy; carries the gradient.
+        base_T: Log-probability under the base policy.
+        kind: Name in ``KL_KINDS``; ``--kl-loss-type``.
+        importance_ratio_T: Trained policy over sampling policy; keeps the estimate unbiased for tokens sampled from an
+            older policy.
 
     Raises:
-        ConfigError: there is no such kind.
+        ConfigError: ``kind`` is unknown.
 
     Source: J. Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html, 2020.
     """

@@ -1,11 +1,11 @@
 """Log-probability and entropy of chosen tokens under vocabulary-sharded logits, with an exact gradient.
 
-One pass over the logits in each direction.  At most one chunk of them is held in float32 (none with the fused kernels
-of ``log_probs_kernels``, used for CUDA tensors), and the gradient can be written over the logits, so that a vocabulary
-of 150k costs one copy of its logits and not four.  Tensor-parallel ranks exchange a few numbers per row, whatever the
-number of chunks: each shard is reduced against its own maximum, and rescaled to the common one afterwards.
+The forward and the backward pass each read the logits once.  At most one chunk of them is held in float32 (none with
+the fused kernels of ``log_probs_kernels``, used for CUDA tensors), and the gradient can overwrite the logits, so a
+vocabulary of 150k costs one copy of its logits instead of four.  Tensor-parallel ranks exchange a few numbers per row,
+independent of the number of chunks: each shard is reduced against its own maximum and then rescaled to the global one.
 
-Shapes: T = rows of the logits (positions), R = rows that are asked for, V = columns of this rank's vocabulary shard,
+Shapes: T = rows of the logits (positions), R = requested rows, V = columns of this rank's vocabulary shard,
 K = rows of one chunk, N = kept (row, token) pairs.
 """
 
@@ -21,22 +21,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_BYTES = 256 * 2**20
-"""float32 logits that are alive at a time when no chunk size is given."""
+"""Bytes of float32 logits held at a time if no chunk size is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """The tokens that sampling could have chosen in each row (its nucleus), as pairs instead of a [R, V] mask."""
+    """The tokens that sampling could have chosen in each row (its nucleus), as pairs instead of an [R, V] mask."""
 
     row_N: Tensor
     """Row of each pair, in 0 .. R - 1, ascending."""
     column_N: Tensor
-    """Its token's column in this rank's shard."""
+    """Column of each pair's token in this rank's shard."""
     is_recorded_R: Tensor
-    """bool [R]; a row without a record keeps every token."""
+    """bool [R]; rows without a recorded nucleus keep every token."""
 
     def mask(self, rows: slice, num_columns: int) -> Tensor:
-        """Return the mask [K, num_columns] of some rows."""
+        """Return the bool mask [K, num_columns] of a range of rows."""
         bounds = torch.tensor([rows.start, rows.stop], device=self.row_N.device)
         first, last = torch.searchsorted(self.row_N, bounds).tolist()
         keep_KV = (~self.is_recorded_R[rows, None]).repeat(1, num_columns)
@@ -58,36 +58,35 @@ def vocab_parallel_log_probs(
     vocab_size: int | None = None,
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability of each target token and, on request, the entropy of each row:
+    """Return the log-probability of each target token and, optionally, the entropy of each row:
 
         log_prob = z[target] - logsumexp(z)
         entropy = logsumexp(z) - sum(softmax(z) * z),    z = logits / temperature
 
-    Computed in float32 (float64 when the logits are).  The gradient is that of the formula; it arrives in the dtype
-    of the logits.
+    Computed in float32, or in float64 if the logits are.  The gradient is exact, in the dtype of the logits.
 
     Args:
-        logits_TV: this rank's columns of the logits; rank k of the group has the ids ``[k * V, (k+1) * V)``.
+        logits_TV: This rank's columns of the logits; rank k of the group has the ids ``[k * V, (k+1) * V)``.
         target_R: int64 ids in the whole vocabulary.
-        rows_R: int64, the row of ``logits_TV`` that predicts each target, each row at most once; None is all rows.
-            The other rows are not read, and get a gradient of 0.
-        tp_group: the tensor-parallel group; None when this rank has the whole vocabulary.
-        chunk_size: rows handled at a time; -1 is as many as fit into 256 MiB of float32.  Without effect on results,
-            and on CUDA, where the fused kernels hold no chunk.
-        with_entropy: whether to compute the entropy.
-        entropy_grad: whether the entropy carries a gradient; without it the entropy is a mere metric.
-        keep: the tokens that sampling could have chosen, a [R, V] bool mask or pairs.  Applies to the log-probability
-            only, and the target is always kept.
-        temperature: divisor of the logits in sampling.
-        vocab_size: tokens of the whole vocabulary; columns of larger ids are padding, without probability and
-            gradient.  None: there is no padding.
-        overwrite_logits: the backward pass writes the gradient over the logits instead of into a tensor of the same
-            size.  Right when nobody reads the logits after the backward pass has begun: the producer's own backward
-            must not need them (that of a matrix product does not; autograd raises where it would), and backward can
-            run only once.  Ignored for logits that are a parameter or a view of one.
+        rows_R: int64, the row of ``logits_TV`` that predicts each target, each row at most once; None means all rows.
+            Other rows are not read and get a gradient of 0.
+        tp_group: The tensor-parallel group; None if this rank has the whole vocabulary.
+        chunk_size: Rows processed at a time; -1 means as many as fit into 256 MiB of float32.  Does not affect the
+            result, and has no effect where the fused CUDA kernels are used, which hold no chunk.
+        with_entropy: Whether to compute the entropy.
+        entropy_grad: Whether the entropy carries a gradient; if not, it is only a metric.
+        keep: The tokens that sampling could have chosen, as an [R, V] bool mask or as pairs.  Applies to the
+            log-probability only; the target is always kept.
+        temperature: Sampling temperature; divides the logits.
+        vocab_size: Size of the whole vocabulary; columns of larger ids are padding with zero probability and gradient.
+            None means no padding.
+        overwrite_logits: Write the gradient over the logits in the backward pass instead of into a new tensor of the
+            same size.  Safe only if nothing reads the logits after the backward pass has begun: the producer's
+            backward must not need them (a matrix product does not; autograd raises an error otherwise), and backward
+            can run only once.  Ignored for logits that are a parameter or a view of one.
 
     Returns:
-        ``(log_prob_R, entropy_R)``, the second None unless asked for.
+        ``(log_prob_R, entropy_R)``; ``entropy_R`` is None without ``with_entropy``.
     """
     num_rows, shard = logits_TV.shape
     assert target_R.shape == ((num_rows,) if rows_R is None else rows_R.shape), (target_R.shape, logits_TV.shape)
@@ -112,7 +111,7 @@ def vocab_parallel_log_probs(
 
 
 class _Problem(NamedTuple):
-    """Constants that forward and backward share beside the logits."""
+    """Arguments of forward and backward other than the logits."""
 
     rows_R: Tensor
     local_target_R: Tensor
@@ -121,12 +120,12 @@ class _Problem(NamedTuple):
     keep: Tensor | KeptTokens | None
     temperature: float
     num_columns: int
-    """Columns of this shard that are tokens; the others pad the vocabulary."""
+    """Columns of this shard that are tokens; the remaining columns are vocabulary padding."""
     kernels: ModuleType | None
 
 
 class _Normaliser(NamedTuple):
-    """Terms that turn a row of scaled logits into probabilities."""
+    """Reductions of each row of scaled logits over the whole vocabulary."""
 
     log_sum_exp_R: Tensor
     target_logit_R: Tensor
@@ -134,13 +133,13 @@ class _Normaliser(NamedTuple):
 
 
 class _LogProbs(torch.autograd.Function):
-    """Log-probs that keep the logits and two numbers per row; the backward pass recomputes the probabilities."""
+    """Log-probs.  Saves the logits and a few numbers per row; the backward pass recomputes the probabilities."""
 
     @staticmethod
     def forward(
         ctx: Any, logits_TV: Tensor, problem: _Problem, with_entropy: bool, has_entropy_grad: bool, overwrite: bool
     ) -> tuple[Tensor, Tensor]:
-        has_plain_pass = with_entropy and problem.keep is not None  # the entropy is that of the whole vocabulary
+        has_plain_pass = with_entropy and problem.keep is not None  # the entropy ignores ``keep``
         masked = _normalise(logits_TV, problem, with_entropy and not has_plain_pass)
         plain = _normalise(logits_TV, problem._replace(keep=None), True) if has_plain_pass else masked
         ctx.save_for_backward(logits_TV, masked.log_sum_exp_R, plain.log_sum_exp_R, plain.entropy_R)
@@ -153,7 +152,7 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, masked_lse_R, plain_lse_R, entropy_R = ctx.saved_tensors
         problem: _Problem = ctx.problem
-        # The detached logits share the version counter, so another reader of them in the backward pass is told.
+        # The detached logits share the version counter, so autograd detects any later reader in the backward pass.
         grad_TV = logits_TV.detach() if ctx.overwrite else torch.empty_like(logits_TV)
         grad_log_prob_R, grad_entropy_R = grads[0].contiguous(), grads[1].contiguous()
         if problem.kernels is not None:
@@ -169,7 +168,7 @@ class _LogProbs(torch.autograd.Function):
                 temperature=problem.temperature,
                 num_columns=problem.num_columns,
             )
-            grad_TV[:0].zero_()  # a Triton kernel does not advance the version counter, an in-place operation does
+            grad_TV[:0].zero_()  # advances the version counter, which a Triton kernel does not
             return grad_TV, None, None, None, None
         num_buffers = 2 if ctx.has_entropy_grad else 1
         for rows in _row_blocks(len(problem.rows_R), problem.rows_per_chunk, num_buffers=num_buffers):
@@ -200,7 +199,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _normalise(logits_TV: Tensor, problem: _Problem, with_entropy: bool) -> _Normaliser:
-    """Reduce every row of the local shard against its own maximum, then put the shards on the common maximum."""
+    """Reduce every row of the local shard against its own maximum, then rescale to the global maximum and sum."""
     if problem.kernels is not None:
         max_R, sums_3R = problem.kernels.row_sums(
             logits_TV,
@@ -217,7 +216,7 @@ def _normalise(logits_TV: Tensor, problem: _Problem, with_entropy: bool) -> _Nor
         dist.all_reduce(max_R, op=dist.ReduceOp.MAX, group=problem.tp_group)
         shift_R = local_max_R - max_R
         if with_entropy:
-            # A shard without tokens has the lowest number as its maximum: the shift may overflow, and 0 * inf is NaN.
+            # A shard without kept tokens has the lowest float as maximum: the shift may overflow, and 0 * inf is NaN.
             sums_3R[2] -= torch.where(sums_3R[0] > 0, shift_R * sums_3R[0], 0.0)
             sums_3R[2] *= shift_R.exp()
         sums_3R[0] *= shift_R.exp()
@@ -228,7 +227,7 @@ def _normalise(logits_TV: Tensor, problem: _Problem, with_entropy: bool) -> _Nor
 
 
 def _row_sums(logits_TV: Tensor, problem: _Problem, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """Return the maximum [R] of each row of this shard, and [3, R] sums against it:
+    """Return the maximum [R] of each row of this shard, and sums [3, R] relative to it ([2, R] without entropy):
 
     0: sum exp(z - max);  1: the target's z on the rank that has it, 0 elsewhere;  2: -sum exp(z - max) (z - max).
     """
@@ -245,7 +244,7 @@ def _row_sums(logits_TV: Tensor, problem: _Problem, with_entropy: bool) -> tuple
         is_local_K, column_K = _local_columns(problem.local_target_R[rows], problem.num_columns)
         target_logit_K = z_KV.gather(1, column_K[:, None]).squeeze(1)
         sums_3R[1, rows] = torch.where(is_local_K, target_logit_K, 0.0)
-        # A row may have no kept token in this shard: any finite maximum serves.
+        # If a row has no kept token in this shard, any finite maximum works.
         max_K = z_KV.amax(dim=1).clamp_min(lowest)
         max_R[rows] = max_K
         z_KV.sub_(max_K[:, None]).exp_()
@@ -257,27 +256,27 @@ def _row_sums(logits_TV: Tensor, problem: _Problem, with_entropy: bool) -> tuple
 
 
 def _row_blocks(num_rows: int, rows_per_chunk: int, *, num_buffers: int) -> Iterator[slice]:
-    """Yield row ranges so small that ``num_buffers`` float32 copies of one take no more than a chunk."""
+    """Yield row ranges such that ``num_buffers`` float32 copies of a range are no larger than a chunk."""
     rows = max(rows_per_chunk // num_buffers, 1)
     for start in range(0, num_rows, rows):
         yield slice(start, min(start + rows, num_rows))
 
 
 def _scaled_rows(logits_TV: Tensor, problem: _Problem, rows: slice) -> Tensor:
-    """Return a copy of some rows in the dtype of the computation, without padding, divided by the temperature."""
+    """Return a copy of a range of rows in the computation dtype, without padding and divided by the temperature."""
     rows_KV = logits_TV[:, : problem.num_columns].index_select(0, problem.rows_R[rows])
     z_KV = rows_KV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     return z_KV if problem.temperature == 1.0 else z_KV.div_(problem.temperature)
 
 
 def _local_columns(local_target_K: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Return which targets lie in this shard, and for each a column that is safe to index either way."""
+    """Return which targets are in this shard, and for each target a column that is always safe to index."""
     is_local_K = (local_target_K >= 0) & (local_target_K < num_columns)
     return is_local_K, local_target_K.clamp(0, max(num_columns - 1, 0))
 
 
 def _mask_rows(z_KV: Tensor, problem: _Problem, rows: slice) -> None:
-    """Set the logits of tokens that could not have been sampled to -inf, in place; the target is always kept."""
+    """Set the logits of tokens that are not in ``keep`` to -inf, in place; the target is always kept."""
     if problem.keep is None or problem.num_columns == 0:
         return
     if isinstance(problem.keep, KeptTokens):
@@ -290,7 +289,7 @@ def _mask_rows(z_KV: Tensor, problem: _Problem, rows: slice) -> None:
 
 
 def _kernels_for(logits_TV: Tensor) -> ModuleType | None:
-    """Return the fused kernels where they apply: CUDA, at most float32, columns side by side, Triton installed."""
+    """Return the fused kernels if they apply: CUDA, at most float32, contiguous columns, and Triton installed."""
     if not logits_TV.is_cuda or logits_TV.dtype == torch.float64 or logits_TV.stride(1) != 1:
         return None
     try:
@@ -303,13 +302,13 @@ def _kernels_for(logits_TV: Tensor) -> ModuleType | None:
 def logits_of(
     logits_TV: Tensor, rows_R: Tensor, ids_RK: Tensor, *, tp_group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the logits of some tokens in each row, [R, K] in float32, with their gradient; K of them in each row.
+    """Return the logits [R, K] of K tokens in each row, in float32; differentiable.
 
     Args:
-        logits_TV: this rank's columns; rank k of the group has the ids ``[k * V, (k+1) * V)``.
+        logits_TV: This rank's columns; rank k of the group has the ids ``[k * V, (k+1) * V)``.
         rows_R: int64 rows.
         ids_RK: int64 ids in the whole vocabulary.
-        tp_group: the tensor-parallel group; None when this rank has the whole vocabulary.
+        tp_group: The tensor-parallel group; None if this rank has the whole vocabulary.
     """
     shard = logits_TV.shape[-1]
     columns_RK = ids_RK - (dist.get_rank(tp_group) * shard if tp_group is not None else 0)
@@ -320,7 +319,7 @@ def logits_of(
 
 
 class _SumOverShards(torch.autograd.Function):
-    """All-reduce of what one shard has and the others do not; each shard's gradient is the whole one."""
+    """All-reduce of values that are nonzero on one shard only; the gradient of every shard is the full gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:

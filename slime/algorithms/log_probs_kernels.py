@@ -1,8 +1,7 @@
-"""Triton kernels of ``log_probs``: each row of the logits is read once per pass, and nothing of its size is written
-but the gradient.
+"""Triton kernels for ``log_probs``, which read each row of the logits once per pass and write only the gradient.
 
-They compute what ``log_probs._row_sums`` and the loop of its backward pass compute, which stay the reference; tests on
-a GPU compare them.  Importing this needs Triton, which torch brings along on CUDA.
+They compute the same as ``log_probs._row_sums`` and the loop of its backward pass, which remain the reference; GPU
+tests compare them.  Importing this module requires Triton, which CUDA builds of torch include.
 
 Shapes as in ``log_probs``.
 """
@@ -18,7 +17,7 @@ from torch import Tensor
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 BLOCK = 4096
-"""Columns handled at a time by the threads of one program; 16 for each of them."""
+"""Columns processed at a time by one program; 16 per thread."""
 NUM_WARPS = 8
 
 
@@ -36,7 +35,7 @@ def _row_sums_kernel(
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Reduce one row per program; every lane keeps its own running maximum and sums, which meet once, at the end."""
+    """Reduce one row per program.  Every lane keeps its own running maximum and sums, combined once at the end."""
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
@@ -89,7 +88,7 @@ def _gradient_kernel(
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the gradient of one row and block of columns, element by element: it may overwrite the logits."""
+    """Compute the gradient of one row and block of columns.  It is elementwise, so it may overwrite the logits."""
     program = tl.program_id(0)
     row = (program // num_blocks).to(tl.int64)
     column = (program % num_blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -111,7 +110,7 @@ def _gradient_kernel(
 
 
 def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return the context in which kernels are launched; Triton's interpreter takes CPU tensors and has no device."""
+    """Return the context for launching kernels; Triton's interpreter runs on CPU tensors and needs no device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
@@ -124,7 +123,7 @@ def row_sums(
     temperature: float,
     num_columns: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``log_probs._row_sums``: the maximum of each row and sums against it; sums of 0 without columns."""
+    """Compute ``log_probs._row_sums``: each row's maximum, and sums relative to it (0 if ``num_columns`` is 0)."""
     num_rows = len(rows_R)
     max_R = logits_TV.new_empty(num_rows, dtype=torch.float32)
     sums_3R = logits_TV.new_zeros((3 if with_entropy else 2, num_rows), dtype=torch.float32)
@@ -163,16 +162,16 @@ def write_gradient(
     """Fill ``grad_TV``, which may be ``logits_TV`` itself, with the gradient; rows not in ``rows_R`` get 0.
 
     Args:
-        logits_TV: at most fp32, columns contiguous.
-        grad_TV: of the same shape and dtype.
-        rows_R: rows that are asked for.
-        local_target_R: column of each row's target; outside of the shard on ranks that do not have it.
-        log_sum_exp_R: over the whole vocabulary, fp32.
-        grad_log_prob_R: gradient of the log-probs.
-        entropy_R: of each row; None when the entropy has no gradient.
-        grad_entropy_R: gradient of the entropy, not read without ``entropy_R``.
-        temperature: divisor of the logits.
-        num_columns: columns from this one on are padding, with a gradient of 0.
+        logits_TV: At most fp32, with contiguous columns.
+        grad_TV: Same shape and dtype as ``logits_TV``.
+        rows_R: Requested rows.
+        local_target_R: Column of each row's target; outside the shard on ranks that do not have it.
+        log_sum_exp_R: fp32, over the whole vocabulary.
+        grad_log_prob_R: Gradient of the log-probs.
+        entropy_R: Entropy of each row; None if the entropy carries no gradient.
+        grad_entropy_R: Gradient of the entropy; ignored if ``entropy_R`` is None.
+        temperature: Divides the logits.
+        num_columns: Columns from this index on are padding and get a gradient of 0.
     """
     num_rows, shard = logits_TV.shape
     if num_rows == 0:

@@ -1,13 +1,14 @@
-"""From a value per token to one number per step: which denominator, and why.
+"""Reduces per-token values to one number per step, with the right denominator.
 
-Default: the mean over rollouts of the mean over each rollout's trained tokens.  A rollout that was cut into several
-samples (fan-out) counts once, because all its samples divide by the trained tokens of the whole rollout; and because
-that denominator is known before micro-batches are formed, the sum over micro-batches and ranks does not depend on how
-the samples were packed.  With ``--calculate-per-token-loss``: the mean over all trained tokens of the step.
+By default this is the mean over executions of the mean over each execution's trained tokens.  An execution that was
+split into several samples (fan-out) counts once, because all its samples divide by the trained tokens of the whole
+execution.  This denominator is known before micro-batches are formed, so the sum over micro-batches and ranks does not
+depend on how samples are packed.  With ``--calculate-per-token-loss`` it is the mean over all trained tokens of the
+step.
 
-A rollout without a trained token (masked, removed, an empty response) adds nothing to the sum but still counts among
-the rollouts of the step, so that what a filter drops does not make the others weigh more; per token, a sample without
-one counts as one token.
+An execution without trained tokens (masked, removed, empty response) adds nothing to the sum but still counts as one
+of the step's executions, so dropping it does not raise the weight of the others.  In the per-token mean, a sample
+without trained tokens counts as one token.
 
 Shapes: T = response tokens of the micro-batch on this rank, samples concatenated; N = samples.
 """
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 Reducer = Callable[[Tensor], Tensor]
-"""[T] values to the scalar that this rank contributes."""
+"""Maps [T] values to this rank's scalar contribution."""
 
 
 def sum_of_sample_means(
@@ -31,14 +32,14 @@ def sum_of_sample_means(
         default:    sum over samples of  sum(x * mask) / max(denominator, 1)
         per_token:  sum(x * mask)
 
-    What is masked cannot contribute, not even a NaN.
+    Masked values never contribute, not even NaN.
 
     Args:
-        loss_masks_N: one mask per sample, of those of its response tokens that are on this rank.
-        denominators_N: trained tokens of the rollout that each sample belongs to (``rollout_mask_sums``), over all
-            its samples and all ranks.  None takes each sample's own mask, which is right only for samples that are
-            whole rollouts, on one rank.
-        per_token: sum over tokens; the division by the number of tokens is left to the caller.
+        loss_masks_N: One mask per sample, of its response tokens on this rank.
+        denominators_N: Number of trained tokens of each sample's execution (``rollout_mask_sums``), over all its
+            samples and all ranks.  None uses each sample's own mask, which is right only if samples are whole
+            executions on one rank.
+        per_token: Sum over tokens; the caller divides by the number of tokens.
     """
     sizes = [len(mask) for mask in loss_masks_N]
     mask_T = torch.cat([mask.float() for mask in loss_masks_N]) if sizes else torch.zeros(0)
@@ -60,7 +61,7 @@ def sum_of_sample_means(
 
 
 def num_loss_tokens(loss_masks_N: Sequence[Tensor]) -> Tensor:
-    """Count the trained tokens of the samples, at least one for each; the normaliser of the per-token loss."""
+    """Count the trained tokens of the samples, at least one per sample; the denominator of the per-token loss."""
     return torch.stack([mask.sum().clamp(min=1) for mask in loss_masks_N]).sum()
 
 
@@ -73,11 +74,11 @@ def scale_for_megatron(
     dp_size: int,
     cp_size: int,
 ) -> Tensor:
-    """Scale the reduced loss of a micro-batch such that Megatron's own averaging yields the mean described above.
+    """Scale the reduced loss of a micro-batch so that Megatron's own averaging yields the mean described above.
 
-    Default: Megatron divides by the number of micro-batches and averages gradients over the ranks of DP and CP; both
-    are undone here, and the sum over rollouts is divided by the rollouts of the step.  Per token: Megatron divides
-    the summed gradient by the summed number of tokens, which counts a sample once on each CP rank.
+    By default Megatron divides by the number of micro-batches and averages gradients over DP and CP ranks.  This
+    function undoes both and divides by the number of executions in the step.  With ``per_token``, Megatron divides the
+    summed gradient by the summed number of tokens, which counts each sample once per CP rank.
     """
     if per_token:
         return loss * cp_size

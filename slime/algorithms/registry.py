@@ -1,4 +1,4 @@
-"""Values of a flag and the algorithms they name: one table from which flag, errors and pages are made."""
+"""A table of the algorithms that a flag can name; the flag's help, errors and docs are generated from it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Entry = TypeVar("Entry")
 class Registry(Mapping[str, Entry], Generic[Entry]):
     """A read-only table of named algorithms.
 
-    Invariant: an entry never changes.  What is not in the table comes in by its import path, where the table takes
-    paths: nothing has to be registered before flags are read, and every process of a job finds the same thing.
+    Invariant: entries never change.  If the table accepts import paths, any other algorithm is named by its path.
+    Nothing has to be registered before flags are read, and every process of a job finds the same algorithm.
     """
 
     def __init__(
         self, flag: str, entries: Mapping[str, Entry], *, adopt: Callable[[str, Any], Entry] | None = None
     ) -> None:
-        """Make a table for ``flag``.
+        """Create a table for ``flag``.
 
         Args:
-            flag: the flag whose values the names are, for messages.
-            entries: name to algorithm, in the order in which they are listed.
-            adopt: turns ``(import path, what it names)`` into an entry, or raises ``HookError``; None when the flag
+            flag: The flag that takes the names, for messages.
+            entries: Name -> algorithm, in display order.
+            adopt: Converts ``(import path, imported object)`` to an entry, or raises ``HookError``; None if the flag
                 takes names only.
         """
         self.flag = flag
@@ -43,15 +43,15 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         return len(self._entries)
 
     def takes(self, name: str) -> bool:
-        """Return True when ``name`` is in the table, or may be the import path of something that is not."""
+        """Return True if ``name`` is in the table, or if it may be an import path and the table accepts paths."""
         return name in self._entries or (self._adopt is not None and "." in name)
 
     def resolve(self, name: str) -> Entry:
         """Return the algorithm that a value of the flag names.
 
         Raises:
-            ConfigError: the name is unknown; the message lists those there are.
-            HookError: an import path cannot be loaded, or names something that is no such algorithm.
+            ConfigError: the name is unknown; the message lists the known names.
+            HookError: an import path cannot be loaded, or names something that is not such an algorithm.
         """
         if name in self._entries:
             return self._entries[name]

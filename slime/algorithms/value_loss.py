@@ -1,4 +1,4 @@
-"""The critic's regression, clipped around what it said when the rollout was made.
+"""The critic's regression loss, clipped around its values before training on the rollout.
 
 Shapes: T = response tokens of the micro-batch on this rank, samples concatenated.
 """
@@ -14,14 +14,14 @@ from torch import Tensor
 def clipped_value_loss(
     value_T: Tensor, old_value_T: Tensor, return_T: Tensor, *, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the larger of two squared errors; no factor one half:
+    """Return the larger of two squared errors, without a factor of one half:
 
         loss = max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2)
 
     Args:
-        value_T: the critic now; carries the gradient.
-        old_value_T: the critic before this rollout's training.
-        return_T: the target.
+        value_T: Current values of the critic; carries the gradient.
+        old_value_T: Values of the critic before training on this rollout.
+        return_T: Regression target.
         clip: ``--value-clip``.
 
     Returns:
@@ -38,15 +38,15 @@ def clipped_value_loss(
 def explained_variance_sums(
     values_N: Sequence[Tensor], returns_N: Sequence[Tensor], mask_N: Sequence[Tensor]
 ) -> Tensor:
-    """Return the sums that :func:`explained_variance` needs of these tokens; sums of several ranks add up.
+    """Return the sums that :func:`explained_variance` needs; add up the sums of several ranks.
 
     Args:
-        values_N: [R] each, what the critic expected.
-        returns_N: [R] each, what came.
-        mask_N: [R] each, 1 where a token is trained.
+        values_N: [R] each, values of the critic.
+        returns_N: [R] each, actual returns.
+        mask_N: [R] each, 1 for trained tokens.
 
     Returns:
-        [5] float64: trained tokens; sum and sum of squares of the returns; the same of returns - values.
+        [5] float64: number of trained tokens; sum and sum of squares of the returns; the same for returns - values.
     """
     sums = torch.zeros(5, dtype=torch.float64, device=values_N[0].device if values_N else None)
     for values_R, returns_R, mask_R in zip(values_N, returns_N, mask_N, strict=True):
@@ -58,10 +58,9 @@ def explained_variance_sums(
 
 
 def explained_variance(sums: Tensor) -> float:
-    """Return 1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for a constant one, less for a worse
-    one.
+    """Return 1 - Var(return - value) / Var(return): 1 for a perfect critic, 0 for a constant one, negative for worse.
 
-    0 where the returns do not vary: there is nothing to explain.
+    Returns 0 if the returns do not vary.
     """
     count, total, squares, error_total, error_squares = sums.tolist()
     if count == 0:

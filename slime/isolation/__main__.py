@@ -1,8 +1,8 @@
 """Run a program in isolation: ``python -I -S __main__.py outer|inner SPEC [PROGRAM...]``.
 
-``outer`` enters namespaces and builds the file system first; ``inner`` only sets limits and refuses system calls.
-Without PROGRAM it serves the host through a socket (``supervisor.py``).  SPEC is the JSON of ``view.View``.  When
-isolation fails, nothing is run: the reason is on standard error, and the exit status is 125.
+``outer`` first enters namespaces and builds the file system; ``inner`` only sets limits and blocks system calls.
+Without PROGRAM it serves the host through a socket (``supervisor.py``).  SPEC is the JSON of ``view.View``.  If
+isolation fails, nothing is run: the reason is printed to standard error, and the exit status is 125.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _import_without_slime() -> None:
-    """Register empty parent packages: those of slime import third-party packages."""
+    """Register empty parent packages, because the real ones import third-party packages."""
     folder = HERE
     for name in ("slime.isolation", "slime"):
         package = types.ModuleType(name)
@@ -27,8 +27,8 @@ def _import_without_slime() -> None:
 
 
 def main(stage: str, spec: dict[str, Any], program: list[str]) -> int:
-    """Run the program and return its exit status, 128 + N when signal N ended it."""
-    # All of them now: behind the new root this folder is out of sight.
+    """Run the program and return its exit status, or 128 + N if signal N ended it."""
+    # Import everything now: this folder is not visible under the new root.
     from slime.isolation import namespaces, seccomp, supervisor  # noqa: F401
 
     if stage == "inner":
@@ -36,7 +36,7 @@ def main(stage: str, spec: dict[str, Any], program: list[str]) -> int:
     cwd = os.getcwd()
     try:
         namespaces.enter(spec["keeps_user"])
-        child = os.fork()  # the first process of the namespace: no signal from within ends it, and its end ends all
+        child = os.fork()  # PID 1 of the namespace: no signal from inside ends it, and its end ends all
         if child == 0:
             namespaces.build_root(spec)
             namespaces.change_directory(cwd)

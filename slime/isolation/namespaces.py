@@ -1,4 +1,4 @@
-"""Namespaces of processes, mounts, network, IPC and users; a file system of what a program may read.  Linux 5.12."""
+"""PID, mount, network, IPC and user namespaces, with a file system of what a program may read.  Needs Linux 5.12."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import struct
 from typing import Any
 
 USER = 65534
-"""The user and group of programs, unless they keep those of the caller."""
+"""User and group id of programs, unless they keep those of the caller."""
 HOST = "/.host"
 
 NEW_NS, NEW_CGROUP, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (
@@ -32,7 +32,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter(keeps_user: bool) -> None:
-    """Leave the namespaces of the caller; children are in the new one of processes."""
+    """Enter new namespaces; the new PID namespace applies to children only."""
     os.umask(0o022)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # the kernel's first choice when memory runs out
@@ -44,7 +44,7 @@ def enter(keeps_user: bool) -> None:
         except OSError:
             if user != 0:
                 raise
-            call("unshare", others)  # root needs no namespace of users
+            call("unshare", others)  # root does not need a user namespace
             return
     if mapped and mapped.pop():
         return
@@ -58,9 +58,10 @@ def enter(keeps_user: bool) -> None:
 
 @contextlib.contextmanager
 def _second_user_mapped(is_wanted: bool) -> Any:
-    """Map root and ``USER`` from outside the new namespace; the list that it yields says, behind it, whether it could.
+    """Map root and ``USER`` into the user namespace entered in the block, from a helper process outside it.
 
-    Programs of root run as ``USER``: the kernel does not bound the number of root's processes.
+    After the block, the yielded list holds one bool: whether the mapping succeeded.  If the caller is root, programs
+    run as ``USER``, because the kernel does not limit the number of root's processes.
     """
     done: list[bool] = []
     if not is_wanted:
@@ -87,10 +88,10 @@ def _second_user_mapped(is_wanted: bool) -> Any:
 
 
 def build_root(spec: dict[str, Any]) -> None:
-    """Make a file system of what ``spec`` names, and nothing else, the root of this process; needs ``enter``."""
+    """Build a file system with only what ``spec`` names, and make it this process's root; call ``enter`` first."""
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     size = f"mode=755,size={spec['disk_bytes']},nr_inodes={spec['files']}"
-    _mount("tmpfs", "/usr", "tmpfs", MS_NOSUID | MS_NODEV, size)  # any folder that every machine has
+    _mount("tmpfs", "/usr", "tmpfs", MS_NOSUID | MS_NODEV, size)  # any folder that exists on every machine
     os.mkdir(f"/usr{HOST}")
     if os.uname().machine not in SYS_PIVOT_ROOT:
         raise OSError(0, f"{os.uname().machine} processors are not supported", "pivot_root")
@@ -101,7 +102,7 @@ def build_root(spec: dict[str, Any]) -> None:
         os.mkdir("/tmp")
         os.makedirs(spec["folder"])
         for path in ("/tmp", spec["folder"]):
-            with contextlib.suppress(OSError):  # not mapped: there is one user, to whom it belongs
+            with contextlib.suppress(OSError):  # USER is not mapped: the only user already owns it
                 os.chown(path, USER, USER)
         _mount("/tmp", "/tmp", None, MS_BIND)
         writable.append("/tmp")
@@ -118,7 +119,7 @@ def build_root(spec: dict[str, Any]) -> None:
             file.write(text)
     for path in ("/dev", "/proc", "/run"):
         os.makedirs(path, exist_ok=True)
-    # A container that hides parts of its /proc does not let users mount another one: programs then go without.
+    # A container that hides parts of its /proc does not allow mounting another: programs then have no /proc.
     with contextlib.suppress(PermissionError):
         _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     _make_devices()
@@ -135,17 +136,17 @@ def build_root(spec: dict[str, Any]) -> None:
 
 
 def change_directory(path: str) -> None:
-    """Go to ``path`` of the new root, or to its top when it is not there."""
+    """Change to ``path`` in the new root, or to / if it does not exist."""
     os.chdir(path if os.path.isdir(path) else "/")
 
 
 def drop_privileges(keeps_user: bool) -> None:
-    """Give up root, every capability and the way back to them."""
+    """Irrevocably drop root and all capabilities."""
     for capability in range(64):
         if _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
-            break  # past the last one that the kernel has, or without the right to, then without capabilities too
+            break  # past the kernel's last capability, or not permitted, in which case there are none to drop
     if not keeps_user and os.getuid() == 0:
-        with contextlib.suppress(OSError):  # refused where groups cannot be changed; files in sight are public
+        with contextlib.suppress(OSError):  # groups may be unchangeable; all visible files are public anyway
             os.setgroups([])
         os.setresgid(USER, USER, USER)
         os.setresuid(USER, USER, USER)
@@ -153,8 +154,8 @@ def drop_privileges(keeps_user: bool) -> None:
     header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
     call("capset", header, bytes(24))
     if os.getpid() == 1:
-        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # end with the process outside that waits for this
-    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody reads this process; a program it starts is itself again
+        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # end with the outer process that waits for this one
+    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # other processes cannot read this one; execve resets it for programs
     os.setsid()
 
 
@@ -178,7 +179,7 @@ def _bring_loopback_up() -> None:
 
 
 def call(name: str, *arguments: object) -> None:
-    """Call a function of the C library that gives 0 when it worked."""
+    """Call a C library function that returns 0 on success; raise OSError otherwise."""
     if getattr(_libc, name)(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), name)

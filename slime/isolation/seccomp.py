@@ -1,7 +1,7 @@
-"""The system calls that programs in isolation do not have.
+"""Blocks system calls of isolated programs that namespaces do not cover.
 
-What namespaces do not cover: calls that act on the kernel as a whole, that reach into other processes, that make new
-namespaces, that keep memory beyond the limits, and kinds of sockets that leave the network namespace (AF_VSOCK).
+These are calls that affect the whole kernel, reach into other processes, create namespaces or hold memory outside the
+limits, and socket families that leave the network namespace (AF_VSOCK).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ PR_SET_SECCOMP, MODE_FILTER = 22, 2
 LOAD, EQUAL, GREATER, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 ALLOW, KILL_PROCESS, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT, THIRD_ARGUMENT = 0, 4, 16, 24, 32
-"""Offsets in ``struct seccomp_data``; of an argument the low half."""
+"""Offsets in ``struct seccomp_data``; for arguments, of the low half."""
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of the table below, and the kernel's name for the architecture."""
+"""machine -> (column in the tables below, the kernel's AUDIT_ARCH value)"""
 
 REFUSED = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
@@ -43,7 +43,7 @@ REFUSED_TO_ONE_PROCESS = {
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
     "socket": (41, 198), "socketpair": (53, 199),
 }  # fmt: skip
-"""Besides: another process, another program, a socket."""
+"""Also blocked with ``only_threads``: starting processes or programs, and sockets."""
 REFUSED_TO_READERS = {
     "creat": (85, None), "openat2": (437, 437), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276),
     "unlink": (87, None), "unlinkat": (263, 35), "rmdir": (84, None), "mkdir": (83, None), "mkdirat": (258, 34),
@@ -56,30 +56,30 @@ REFUSED_TO_READERS = {
     "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424),
 }  # fmt: skip
-"""Besides: a change of the file system, a signal; and to open a file with one of the flags below."""
+"""Also blocked with ``only_reads``: changes to the file system, and signals.  ``WRITES`` lists blocked open flags."""
 OPEN = (((2, None), SECOND_ARGUMENT), ((257, 56), THIRD_ARGUMENT))
-"""open and openat, with the place of their flags."""
+"""open and openat, with the offset of their flags."""
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 CLONE, CLONE3, SOCKET, IOCTL = (56, 220), 435, (41, 198), (16, 29)
 LAST = 462
-"""Later calls count as not there."""
+"""Number of the last known call; later ones fail with ENOSYS."""
 CLONE_THREAD, NEW_NAMESPACES = 0x00010000, 0x7E020080
 SOCKET_FAMILIES = (1, 2, 10)
-"""Unix, IPv4 and IPv6: these belong to a file system or a network namespace."""
+"""Unix, IPv4 and IPv6, which are confined to a file system or network namespace."""
 TERMINAL_INPUT = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX type into a terminal."""
+"""TIOCSTI and TIOCLINUX, which insert input into a terminal."""
 
 
 def install(*, only_threads: bool = False, only_reads: bool = False) -> None:
-    """Refuse the calls to this process and to all that it starts.
+    """Block the calls for this process and its children.
 
     Args:
-        only_threads: refuse other processes, programs and sockets too.
-        only_reads: refuse files to write to, and signals, too.
+        only_threads: Also block starting processes and programs, and sockets.
+        only_reads: Also block writing files and sending signals.
 
     Raises:
-        OSError: the kernel or the processor does not have it.
+        OSError: the kernel or the processor does not support seccomp filters.
     """
     code = b"".join(_program(only_threads, only_reads))
     buffer = ctypes.create_string_buffer(code, len(code))
@@ -96,7 +96,7 @@ def _program(only_threads: bool, only_reads: bool) -> list[bytes]:
     column, architecture = MACHINES[machine]
     code = [_step(LOAD, ARCHITECTURE), _step(EQUAL, architecture, 1, 0), _step(RETURN, KILL_PROCESS)]
     code += [_step(LOAD, NUMBER), _step(GREATER, LAST, 0, 1), _step(RETURN, REFUSE | errno.ENOSYS)]
-    # glibc then makes threads by clone, whose flags can be seen here.
+    # Without clone3, glibc creates threads with clone, whose flags a filter can check.
     code += [_step(EQUAL, CLONE3, 0, 1), _step(RETURN, REFUSE | errno.ENOSYS)]
     refused = [
         *REFUSED.values(),
@@ -121,7 +121,7 @@ def _program(only_threads: bool, only_reads: bool) -> list[bytes]:
 
 
 def _of_call(number: int, argument: int, checks: list[bytes]) -> list[bytes]:
-    """Apply ``checks`` to an argument of the call, then allow it; pass over other calls."""
+    """Apply ``checks`` to an argument of call ``number`` and then allow it; skip other calls."""
     steps = [_step(LOAD, argument), *checks, _step(RETURN, ALLOW)]
     return [_step(EQUAL, number, 0, len(steps)), *steps]
 

@@ -1,7 +1,7 @@
-"""The first process in isolation: starts what the host asks for, tells how it ended, and takes all with it at the end.
+"""The first isolated process: starts the host's jobs, reports how they ended, and kills everything at the end.
 
-The host sends a message for each job through a socket, with four descriptors: standard input, output and error, and
-the job's own socket.  On that one the exit status goes back; when the host closes it, the job is killed.
+The host sends one message per job through a socket, with four descriptors: standard input, output and error, and the
+job's socket.  The exit status is returned on the job's socket; if the host closes it, the job is killed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from slime.isolation import namespaces, seccomp
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 1 << 18
 WATCH_MS = 200
-"""Between two looks at the memory and the number of all processes."""
+"""Milliseconds between checks of the memory and the number of all processes."""
 DYING_S = 10.0
-"""The longest wait for processes that were killed; one that hangs in the kernel is left to it."""
+"""Longest wait in seconds for killed processes; one that hangs in the kernel is left behind."""
 EXIT_NOT_STARTED = 127
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def set_limits(limits: dict[str, int]) -> None:
-    """Set rlimits, by their names in lower case, for this process and all that it starts; none is raised."""
+    """Set rlimits, by lower-case name, for this process and its children.  Limits are never raised."""
     for name, value in {"nofile": 1024, **limits, "core": 0}.items():
         kind = getattr(resource, f"RLIMIT_{name.upper()}")
         hard = resource.getrlimit(kind)[1]
@@ -39,7 +39,7 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 class Supervisor:
-    """Serves the host until it hangs up."""
+    """Runs the host's jobs until the host closes the control socket."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._control = socket.socket(fileno=spec["control"])
@@ -47,12 +47,12 @@ class Supervisor:
         self._ports = spec["ports"]
         self._jobs: dict[int, socket.socket] = {}
         self._killed: dict[int, str] = {}
-        """Jobs that were killed, with the limit that all of them together passed."""
+        """Killed jobs, with the limit that all jobs together exceeded."""
 
     def serve(self) -> None:
-        """Start jobs until the host hangs up; what still runs then is killed."""
-        namespaces.call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # without a namespace: orphans stay within reach
-        if not os.path.exists("/proc/self"):  # nobody sees what they use together
+        """Start jobs until the host hangs up, then kill everything that still runs."""
+        namespaces.call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # keeps orphans as children without a namespace
+        if not os.path.exists("/proc/self"):  # total usage cannot be measured: limit each process instead
             set_limits({"as": self._memory_bytes})
         woken, wake = os.pipe()
         for end in (woken, wake):
@@ -73,7 +73,7 @@ class Supervisor:
                     os.read(woken, 4096)
             self._reap()
             for pid, job in list(self._jobs.items()):
-                if job.fileno() in ready:  # the host says nothing on it: it has hung up
+                if job.fileno() in ready:  # the host never sends on it, so it has hung up
                     _kill_tree(pid)
             if self._control.fileno() in ready and not self._start():
                 _kill_everything()
@@ -109,12 +109,12 @@ class Supervisor:
                 return
             if (job := self._jobs.pop(pid, None)) is not None:
                 code, reason = os.waitstatus_to_exitcode(status), self._killed.pop(pid, "")
-                with contextlib.suppress(OSError):  # the host no longer asks
+                with contextlib.suppress(OSError):  # the host has hung up
                     job.send(json.dumps({"code": code, "reason": reason if code < 0 else ""}).encode())
                 job.close()
 
     def _watch(self) -> None:
-        """Kill everything when it takes too much all together; limits of the kernel are those of one process."""
+        """Kill everything if total usage exceeds a limit; the kernel's limits apply to single processes only."""
         sizes = [size for pid in _descendants(os.getpid()) if (size := _resident_bytes(pid)) is not None]
         if sum(sizes) > self._memory_bytes:
             reason = f"more than {self._memory_bytes >> 20} MiB of memory"
@@ -127,7 +127,7 @@ class Supervisor:
 
 
 def _become_job(order: dict[str, Any], ends: list[int]) -> NoReturn:
-    """Take the descriptors, then be the program; Python without a program is read from standard input."""
+    """Take over the descriptors and become the program; without argv, run standard input as Python code."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -141,7 +141,9 @@ def _become_job(order: dict[str, Any], ends: list[int]) -> NoReturn:
         set_limits(order["limits"])
         if order["argv"] is None:
             _run_python()
-        namespaces.call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what detaches itself is still found below it
+        namespaces.call(
+            "prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
+        )  # processes that detach themselves stay its descendants
         os.execvpe(order["argv"][0], order["argv"], order["env"])
     except OSError as error:
         os.write(2, f"{error}\n".encode())
@@ -149,7 +151,7 @@ def _become_job(order: dict[str, Any], ends: list[int]) -> NoReturn:
 
 
 def _run_python() -> NoReturn:
-    """Run the program from standard input in this process: it can have no other, and no socket."""
+    """Run Python code from standard input in this process, without access to other processes or sockets."""
     with open(0, "rb", closefd=False) as file:
         source = file.read().decode(errors="replace")
     sys.stdin, sys.stdout, sys.stderr = (
@@ -175,13 +177,13 @@ def _run_python() -> NoReturn:
 def _kill_everything() -> None:
     if os.getpid() == 1:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # of the namespace: none is started while the kernel does this
+            os.kill(-1, signal.SIGKILL)  # the whole namespace, atomically
     else:
         _kill_tree(os.getpid())
 
 
 def _wait_for_the_dead() -> None:
-    """Return when all that was killed is gone; this process is the parent of what detached itself."""
+    """Wait until all killed processes are gone; this process is also the parent of detached ones."""
     deadline = time.monotonic() + DYING_S
     while time.monotonic() < deadline:
         try:
@@ -192,11 +194,11 @@ def _wait_for_the_dead() -> None:
 
 
 def _kill_tree(root: int) -> None:
-    """Kill a process and all below it; of this process, all below it."""
+    """Kill a process and its descendants; if it is this process, only the descendants."""
     me = os.getpid()
     stopped: set[int] = set()
     while new := {root, *_descendants(root)} - stopped - {me}:
-        for pid in new:  # a stopped process starts no other meanwhile
+        for pid in new:  # stop them first, so that they cannot start others
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
         stopped |= new
@@ -205,7 +207,7 @@ def _kill_tree(root: int) -> None:
             os.kill(pid, signal.SIGKILL)
     if root != me:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(root, signal.SIGKILL)  # without /proc the tree above was empty
+            os.killpg(root, signal.SIGKILL)  # without /proc no descendants were found above
 
 
 def _descendants(root: int) -> list[int]:

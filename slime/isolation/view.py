@@ -1,4 +1,4 @@
-"""The part of this machine that an isolated program sees, and the command that runs it there."""
+"""Defines what an isolated program sees of this machine, and the command that runs it there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store"),
     *("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/certs", "/etc/localtime"),
 )
-"""The system folders that programs need; nothing in them belongs to a user."""
+"""System folders and files that programs need; they hold no user data."""
 TEXTS = {
     "/etc/passwd": f"root:x:0:0::/root:/bin/sh\nsandbox:x:{USER}:{USER}::/tmp:/bin/bash\n",
     "/etc/group": f"root:x:0:\nsandbox:x:{USER}:\n",
@@ -40,38 +40,41 @@ FILES_PER_MIB = 256
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The file system of a program, and its bounds; read by ``__main__.py`` as JSON."""
+    """The file system and the limits of a program; passed to ``__main__.py`` as JSON."""
 
     readable: Sequence[str]
-    """Paths of this machine, without links."""
+    """Readable paths of this machine, without symbolic links."""
     links: Sequence[tuple[str, str]] = ()
     """(path, target) of symbolic links."""
     texts: dict[str, str] = field(default_factory=dict)
+    """Path -> content of additional files."""
     writable: Sequence[str] = ()
-    """Folders of this machine."""
+    """Writable folders of this machine."""
     folder: str | None = None
-    """A folder below a /tmp of its own, in memory; None leaves /tmp as it is."""
+    """A writable folder in a private, in-memory /tmp; None creates no private /tmp."""
     disk_bytes: int = 1 << 20
-    """Of all that is written to /tmp."""
+    """Limit for everything written to the in-memory file system."""
     files: int = 65536
+    """Limit for the number of files in it."""
     keeps_user: bool = False
-    """Run as the user of this process, instead of as ``sandbox``."""
+    """Run as the user of this process instead of ``sandbox``."""
     limits: dict[str, int] = field(default_factory=dict)
-    """rlimits by their names in lower case."""
+    """rlimits by lower-case name."""
     memory_bytes: int = 0
+    """Limit for all jobs of a supervisor together."""
     processes: int = 0
-    """Together: of the jobs of a supervisor."""
+    """Limit for all jobs of a supervisor together."""
     ports: Sequence[int] = ()
-    """On the sandbox's loopback interface, relayed to the host."""
+    """Ports on the sandbox's loopback interface that are relayed to the host."""
     control: int | None = None
     """Descriptor of the supervisor's socket."""
 
 
 def view_for_programs(folder: str, *, disk_mib: int) -> View:
-    """Return a view of the system, the interpreter and its packages, with an empty ``folder`` to write to.
+    """Return a view with the system, the Python interpreter and its packages, and an empty writable ``folder``.
 
     Raises:
-        ConfigError: the interpreter is installed in a folder that holds more than it.
+        ConfigError: the interpreter is installed in / or in the home folder, which would become readable.
     """
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     for prefix in prefixes:
@@ -99,7 +102,7 @@ def view_for_programs(folder: str, *, disk_mib: int) -> View:
 
 
 def view_of_everything(writable: str) -> View:
-    """Return a view of the whole machine but its devices and sockets of services, where one folder can be written."""
+    """Return a read-only view of the whole machine without /dev, /proc and /run, plus one writable folder."""
     readable, links = [], []
     for entry in sorted(os.scandir("/"), key=lambda entry: entry.name):
         if entry.is_symlink():
@@ -111,13 +114,13 @@ def view_of_everything(writable: str) -> View:
 
 
 def processes_can_be_limited() -> bool:
-    """Return True where the kernel counts the processes of a namespace apart from the user's others (5.14)."""
+    """Return True if the kernel counts a namespace's processes separately from the user's others (Linux 5.14)."""
     major, minor = (int(part) for part in platform.release().split(".")[:2])
     return (major, minor) >= (5, 14)
 
 
 def isolated_command(view: View) -> list[str]:
-    """Return the words in front of a program that isolate it, by namespaces that ``__main__.py`` makes.
+    """Return the command prefix that runs a program in isolation, in namespaces created by ``__main__.py``.
 
     Raises:
         IsolationError: this machine cannot isolate programs; the message says what to do.
@@ -127,7 +130,10 @@ def isolated_command(view: View) -> list[str]:
 
 
 def unsafe_command(view: View) -> list[str]:
-    """Return words that isolate nothing: ``__main__.py`` sets limits and ends what it started, as the same user."""
+    """Return the command prefix that runs a program as the same user without isolation.
+
+    ``__main__.py`` still sets limits, blocks system calls and, with a supervisor, ends everything it started.
+    """
     return _command("inner", replace(view, keeps_user=True))
 
 
@@ -137,17 +143,17 @@ class IsolationError(ConfigError):
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(
-            f"Programs that the model wrote cannot be isolated on this machine ({reason}). Allow namespaces of users "
+            f"Programs that the model wrote cannot be isolated on this machine ({reason}). Allow user namespaces "
             "(sysctl user.max_user_namespaces), run as root with CAP_SYS_ADMIN, or give "
             f"{UNSAFE_FLAG}, with which they may do whatever this process may."
         )
 
 
 def check_local_sandbox(args: Namespace) -> None:
-    """Refuse to start where programs cannot be isolated; for ``check_args`` of plug-ins.
+    """Check at startup that programs can be isolated; for ``check_args`` of plug-ins.
 
     Raises:
-        IsolationError: this machine cannot isolate programs, and ``--unsafe-local-sandbox`` is not given.
+        IsolationError: this machine cannot isolate programs, and ``--unsafe-local-sandbox`` is not set.
     """
     if args.unsafe_local_sandbox:
         logger.warning("%s: programs that the model wrote may do whatever this process may.", UNSAFE_FLAG)
@@ -157,7 +163,7 @@ def check_local_sandbox(args: Namespace) -> None:
 
 @functools.cache
 def check_isolation(*, keeps_user: bool = False) -> None:
-    """Run a program in isolation once.
+    """Check once per process that a program runs in isolation.
 
     Raises:
         IsolationError: it did not run.
@@ -187,7 +193,7 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _hops(path: str) -> list[str]:
-    """Return ``path`` and the links on its way to a file."""
+    """Return ``path`` and every symbolic link between it and the file."""
     hops = [path]
     while os.path.islink(hops[-1]) and len(hops) < 40:
         hops.append(os.path.normpath(os.path.join(os.path.dirname(hops[-1]), os.readlink(hops[-1]))))

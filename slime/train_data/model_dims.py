@@ -1,7 +1,7 @@
-"""The dimensions of a model: one description for plans, FLOPs, converters and weight maps.
+"""The dimensions of a model: one description for memory plans, FLOPs, converters and weight maps.
 
-``slime.backends.megatron_utils.flags.model_dims`` makes it from the flags.  It is here because the schedule of
-micro-batches counts FLOPs and must not import the backend.
+``slime.backends.megatron_utils.flags.model_dims`` creates it from the flags.  It is in this package because the
+micro-batch schedule counts FLOPs and must not import the backend.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Fields = tuple[tuple[str, Any], ...]
-"""Names and values of fields of :class:`ModelDims`."""
+"""(name, value) of fields of :class:`ModelDims`."""
 AttentionKind = Literal["grouped", "latent", "sparse"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerDims:
-    """Sizes of a vision tower: patches, blocks with attention within an image, and mergers of neighbours."""
+    """Sizes of a vision tower: patch embedding, blocks with attention within an image, and patch mergers."""
 
     parameters: int
     depth: int
@@ -26,25 +26,25 @@ class TowerDims:
     ffn_hidden_size: int
     num_heads: int
     patch_size: int
-    """Values of a patch."""
+    """Number of input values of a patch."""
     patch_side: int
-    """Pixels."""
+    """Side of a patch in pixels."""
     merge: int
-    """Patches along a side of what becomes one token."""
+    """A token merges ``merge`` x ``merge`` patches."""
     out_size: int
-    """Width of what the language model takes."""
+    """Width of the features that the language model gets."""
     num_mergers: int = 1
-    """That of the last block, and those of blocks whose features layers take."""
+    """One after the last block, and one for each block whose features go into layers of the language model."""
     is_gated: bool = False
     is_trained: bool = False
 
     def patches_of(self, height: int, width: int) -> int:
-        """Return the patches of an image of these pixels, whose sides become multiples of a token's."""
+        """Return the number of patches of an image, given in pixels; its sides are rounded to multiples of a token."""
         side = self.patch_side * self.merge
         return max(1, round(height / side)) * max(1, round(width / side)) * self.merge**2
 
     def forward_flops(self, patches: int) -> int:
-        """Return the FLOPs of one forward pass over an image, or a frame, of ``patches`` patches."""
+        """Return the FLOPs of one forward pass over an image or frame with ``patches`` patches."""
         hidden, merged = self.hidden_size, self.hidden_size * self.merge**2
         mlp = (2 + self.is_gated) * self.ffn_hidden_size
         block = 2 * patches * hidden * (4 * hidden + mlp) + 4 * patches * patches * hidden
@@ -54,84 +54,84 @@ class TowerDims:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelDims:
-    """Sizes in elements; of the whole model, before any parallelism cuts it."""
+    """Sizes of the whole model in elements, before any parallelism splits it."""
 
     num_layers: int
     hidden_size: int
     vocab_size: int
     padded_vocab_size: int = 0
-    """Rows of the embedding, padding for tensor parallelism included; 0 for no padding."""
+    """Rows of the embedding including padding for tensor parallelism; 0 means no padding."""
     has_tied_embeddings: bool = False
-    """The vocabulary projection is the embedding."""
+    """The vocabulary projection shares the embedding's weight."""
     ffn_hidden_size: int = 0
     is_gated: bool = True
-    """The MLP has a gate beside its up projection (SwiGLU)."""
+    """The MLP has a gate projection besides its up projection (SwiGLU)."""
     has_bias: bool = False
-    """Biases in all projections."""
+    """All projections have biases."""
     has_centered_norms: bool = False
     """Norms compute ``1 + weight`` in fp32 (``--apply-layernorm-1p``)."""
     norm_params: int = 1
-    """Vectors of a norm: 1 for RMSNorm, 2 for LayerNorm."""
+    """Parameter vectors per norm: 1 for RMSNorm, 2 for LayerNorm."""
     post_norms: int = 0
-    """Norms after attention and MLP (GLM-4), 0 to 2."""
+    """Norms after attention and MLP per layer (GLM-4), 0 to 2."""
     own_parameters: int = 0
-    """Parameters of each layer that only its family has, and no other field describes; whole on every rank."""
+    """Family-specific parameters per layer that no other field describes; replicated on every rank."""
     own_activations: int = 0
-    """Elements of each token that each layer keeps for them until the backward pass, whole on every rank."""
+    """Elements per token that each layer saves for ``own_parameters`` until the backward pass; replicated."""
     tower: TowerDims | None = None
-    """Of a vision tower beside the layers, which the first pipeline stage has, whole on every rank."""
+    """Vision tower of the model, replicated on every rank of the first pipeline stage."""
     learned_positions: int = 0
-    """Rows of a learned position embedding."""
+    """Rows of a learned position embedding; 0 if there is none."""
 
     attention: AttentionKind = "grouped"
     """``sparse`` is latent attention with an indexer."""
     num_attention_heads: int
     num_query_groups: int
-    """Heads of keys and values; of latent attention not used."""
+    """Key/value heads; not used by latent attention."""
     head_dim: int
     has_qkv_bias: bool = False
     has_sinks: bool = False
-    """Each head has a learned logit in the denominator of the softmax."""
+    """Each head has a learned logit (attention sink) in the denominator of the softmax."""
     has_qk_norm: bool = False
     has_output_gate: bool = False
-    """Attention's output is multiplied by a gate that comes out of the query projection (Qwen3-Next)."""
+    """Attention's output is multiplied by a gate computed by the query projection (Qwen3-Next)."""
     key_projections: int = 2
-    """Matrices of keys and values: one where values are keys, none where they are another layer's."""
+    """Number of key and value projections: 1 if values equal keys, 0 if another layer's keys and values are used."""
     norms_all_heads: bool = False
-    """The query and key norms are over all heads together (MiniMax-M2), not head by head."""
+    """The query and key norms span all heads together (MiniMax-M2) instead of each head."""
     q_lora: int | None = None
-    """Width of the latent that queries of latent attention come out of; None for no such latent."""
+    """Width of the query latent of latent attention; None if queries have no latent."""
     kv_lora: int = 0
     qk_dim: int = 0
     rope_dim: int = 64
-    """Dimensions of a head that turn, in latent attention and in the indexer."""
+    """Dimensions of a head with rotary embedding, in latent attention and in the indexer."""
     v_dim: int = 0
 
     computes_index: tuple[bool, ...] = ()
-    """Sparse attention: which layers choose keys, one entry per layer."""
+    """Sparse attention: which layers run the indexer that selects keys, one entry per layer."""
     index_heads: int = 0
     index_head_dim: int = 128
     index_topk: int = 0
 
     is_linear: tuple[bool, ...] = ()
-    """True for layers with linear attention, a gated delta net; one entry per layer, or none.  The defaults below are
-    those of the published models; they count for nothing where no layer has it."""
+    """True for layers with linear attention (gated delta net), one entry per layer; empty for none.  The defaults
+    below are those of the published models and have no effect without such layers."""
     linear_key_heads: int = 16
     linear_value_heads: int = 32
     linear_key_dim: int = 128
     linear_value_dim: int = 128
     linear_conv: int = 4
-    """Tokens that its convolution sees."""
+    """Kernel size of its convolution in tokens."""
     is_state_space: bool = False
-    """The layers with linear attention are Mamba-2: one gate for each value head, a convolution with biases, a skip
-    of each head, a norm of all values."""
+    """The layers with linear attention are Mamba-2: one gate per value head, a convolution with biases, one skip
+    parameter per head, and a norm over all values."""
     attends: bool = True
-    """Layers have attention, linear or not."""
+    """Layers have attention, softmax or linear."""
     has_mlp: bool = True
     """Layers have an MLP or experts."""
 
     is_moe: tuple[bool, ...] = ()
-    """True for layers with experts, one entry per layer; empty for none."""
+    """True for layers with experts, one entry per layer; empty if no layer has experts."""
     num_experts: int = 0
     topk: int = 0
     expert_ffn: int = 0
@@ -142,10 +142,10 @@ class ModelDims:
     trains_mtp: bool = False
 
     layer_fields: tuple[Fields, ...] = ()
-    """Fields with other values in one layer, names and values; one entry per layer, or none."""
+    """Fields overridden per layer, one entry per layer; empty if all layers are alike."""
 
     def of_layer(self, layer: int) -> ModelDims:
-        """Return the dimensions of layer ``layer`` (from 0), as if all were like it; MTP layers are as ever."""
+        """Return the dimensions with the overrides of layer ``layer`` (from 0) applied; MTP layers have none."""
         return self._with(self.layer_fields[layer]) if layer < len(self.layer_fields) else self
 
     def _with(self, fields: Fields) -> ModelDims:
@@ -153,95 +153,96 @@ class ModelDims:
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the embedding, padding included."""
+        """Rows of the embedding, including padding."""
         return self.padded_vocab_size or self.vocab_size
 
     @property
     def query_width(self) -> int:
-        """Elements of all heads' queries of one token."""
+        """Elements of one token's queries over all heads."""
         per_head = self.head_dim if self.attention == "grouped" else self.qk_dim + self.rope_dim
         return self.num_attention_heads * per_head
 
     @property
     def key_width(self) -> int:
-        """Elements of all groups' keys of one token (grouped attention)."""
+        """Elements of one token's keys over all groups (grouped attention)."""
         return self.num_query_groups * self.head_dim
 
     @property
     def value_width(self) -> int:
-        """Elements of what the output projection of attention reads."""
+        """Input width of attention's output projection."""
         return self.num_attention_heads * (self.head_dim if self.attention == "grouped" else self.v_dim)
 
     @property
     def gate_factor(self) -> int:
-        """Projections into the MLP's width."""
+        """Number of projections into the MLP's width: 2 with a gate, else 1."""
         return 2 if self.is_gated else 1
 
     @property
     def has_query_latent(self) -> bool:
-        """True when queries of latent attention come out of their own latent."""
+        """True if queries of latent attention are computed from their own latent."""
         return self.q_lora is not None
 
     def has_linear_attention(self, layer: int) -> bool:
-        """Return True when layer ``layer`` (from 0) has linear attention; layers inside of MTP layers never do."""
+        """Return True if layer ``layer`` (from 0) has linear attention; layers inside MTP layers never do."""
         return layer < len(self.is_linear) and self.is_linear[layer]
 
     @property
     def linear_gates(self) -> int:
-        """Gates of all value heads of linear attention."""
+        """Number of gates of linear attention over all value heads."""
         return self.linear_value_heads * (1 if self.is_state_space else 2)
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers whose attention is not linear."""
+        """Number of layers with softmax attention, which have a KV cache."""
         attending = sum(dict(fields).get("attends", True) for fields in self.layer_fields) or self.num_layers
         return attending - sum(self.is_linear)
 
     @property
     def linear_ratio(self) -> int:
-        """Value heads of one key head of linear attention."""
+        """Value heads per key head of linear attention."""
         return self.linear_value_heads // self.linear_key_heads
 
     @property
     def linear_value_width(self) -> int:
-        """Elements of all values, and of the output, of one token in linear attention."""
+        """Elements of one token's values, and of its output, in linear attention."""
         return self.linear_value_heads * self.linear_value_dim
 
     @property
     def linear_channels(self) -> int:
-        """Elements of one token that linear attention convolves: queries, keys, values."""
+        """Elements per token that linear attention convolves: queries, keys and values."""
         return 2 * self.linear_key_heads * self.linear_key_dim + self.linear_value_width
 
     @property
     def linear_group_channels(self) -> int:
-        """Those that belong to one key head."""
+        """The part of ``linear_channels`` that belongs to one key head."""
         return 2 * self.linear_key_dim + self.linear_ratio * self.linear_value_dim
 
     # --- cost of a sequence; a multiply-add counts as two -----------------------------------------------------------
 
     def forward_flops(self, length: int) -> int:
-        """Return the FLOPs of one forward pass over a sequence of ``length`` tokens; training takes three times that.
+        """Return the FLOPs of one forward pass over a sequence of ``length`` tokens; training costs three times that.
 
-        Attention is causal, so the score and value products cost half of the full square.
+        Attention is causal, so the score and value products cost half of the full square.  Sparse attention is counted
+        as dense, without its indexer; MTP layers are not counted.
         """
         head = 2 * length * self.hidden_size * self.vocab_size
         columns = (column or ((),) * self.num_layers for column in (self.layer_fields, self.is_linear, self.is_moe))
-        kinds = Counter(zip(*columns, strict=True))  # few, and this is asked for every sample
+        kinds = Counter(zip(*columns, strict=True))  # few kinds, and this is called for every sample
         return head + sum(
             count * _layer_flops(self._with(fields), length, bool(is_linear), bool(is_moe))
             for (fields, is_linear, is_moe), count in kinds.items()
         )
 
     def tower_flops(self, images: Iterable[int]) -> int:
-        """Return the FLOPs of one forward pass of the vision tower; see :meth:`train_flops` for more.
+        """Return the FLOPs of one forward pass of the vision tower; 0 without a tower.
 
         Args:
-            images: patches of each image.
+            images: Number of patches of each image.
         """
         return 0 if self.tower is None else sum(map(self.tower.forward_flops, images))
 
     def train_flops(self, text: float, tower: float) -> float:
-        """Return the FLOPs of forward and backward passes, from those of the forward passes."""
+        """Return the FLOPs of forward and backward passes, given those of the forward passes of text and tower."""
         return 3 * text + (3 if self.tower is not None and self.tower.is_trained else 1) * tower
 
 
@@ -276,8 +277,9 @@ def _latent_flops(dims: ModelDims, length: int) -> int:
 
 
 def _linear_flops(dims: ModelDims, length: int) -> int:
-    """Return the FLOPs of linear attention: per token and value head a write of the state and two reads, of
-    Mamba-2 one.
+    """Return the FLOPs of linear attention.
+
+    Per token and value head, the state is written once and read twice (once for Mamba-2).
     """
     widths = dims.linear_channels + 2 * dims.linear_value_width + dims.linear_gates
     projections = 2 * length * dims.hidden_size * widths

@@ -1,10 +1,10 @@
-"""Inputs and targets of multi-token prediction: the packed tokens once more, shifted.
+"""Inputs and targets of multi-token prediction (MTP): shifted copies of the packed tokens.
 
-Depth k = 1, 2, ... looks k tokens further than the model itself: at position p it is given token p + k and predicts
-token p + 1 + k.  Everything is shifted within each sequence before it is packed, so that nothing crosses a border of
-sequences, whatever the packing and however context parallelism cuts the stream.
+Depth k = 1, 2, ... looks k tokens further ahead than the model itself: at position p it gets token p + k and predicts
+token p + 1 + k.  Each sequence is shifted before packing, so nothing crosses a sequence boundary, independent of
+packing and context parallelism.
 
-Shapes: T = tokens of the micro-batch on this rank, padding included; R = response tokens that its positions predict.
+Shapes: T = tokens of the micro-batch on this rank, including padding; R = response tokens that its positions predict.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class MultiTokenDepth:
     """Inputs and targets of one depth on one rank."""
 
     input_ids: Tensor
-    """[1, T] token p + k under position p; the pad id beyond the end of a sequence, where nothing is predicted."""
+    """[1, T] token p + k at position p; the pad id beyond the end of a sequence, where nothing is predicted."""
     row_R: Tensor
-    """Positions of this rank's stream that predict a response token at this depth."""
+    """Positions in this rank's stream that predict a response token at this depth."""
     target_R: Tensor
-    """The tokens that they predict."""
+    """Token ids predicted at these positions."""
     weight_R: Tensor
-    """fp32 factor of each one's loss; 0 where the token's loss mask is."""
+    """fp32 loss weights of these tokens; 0 where the loss mask is 0."""
 
 
 def multi_token_depths(
@@ -42,16 +42,16 @@ def multi_token_depths(
 ) -> list[MultiTokenDepth]:
     """Return inputs and targets of depths 1 ... ``num_depths``.
 
-    A token's weight is its loss mask over the denominator of its sample: the same as in the loss of the model itself
-    (``algorithms.reduction``), so that the sum over micro-batches and ranks depends on neither.  A token that is too
-    near to the start of its sequence to be predicted so far ahead is left out.
+    A token's weight is its loss mask divided by its sample's denominator, as in the model's own loss
+    (``algorithms.reduction``), so the sum over micro-batches and ranks does not depend on how samples are distributed.
+    Tokens too close to the start of a sequence to be predicted that far ahead are left out.
 
     Args:
-        num_depths: layers of multi-token prediction.
+        num_depths: Number of MTP layers.
         sequences: [L] token ids each.
-        loss_masks: [response] each, whole whatever the context parallelism.
-        denominators_N: trained tokens of the rollout that each sample belongs to; None weighs all tokens alike.
-        packing: that of the tokens, see ``pack_thd``.
+        loss_masks: [response] each, not sliced by context parallelism.
+        denominators_N: Number of trained tokens of each sample's execution; None weights all tokens equally.
+        packing: Packing of the tokens; see ``pack_thd``.
     """
     device = sequences[0].device
     if denominators_N is None:
@@ -67,8 +67,8 @@ def multi_token_depths(
     depths = []
     for depth in range(1, num_depths + 1):
         inputs = [F.pad(ids[depth:], (0, min(depth, len(ids)))) for ids in sequences]
-        # Where in ``stream`` the predicted token of each position is, on the CPU: which rows those are need not be
-        # asked of the accelerator.
+        # Index into ``stream`` of the token predicted at each position.  Computed on the CPU, so that selecting the
+        # rows needs no synchronization with the accelerator.
         predicted, start = [], 0
         for sequence, prompt in zip(sequences, prompts, strict=True):
             token = torch.arange(len(sequence)) + 1 + depth

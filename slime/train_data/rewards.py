@@ -1,8 +1,8 @@
-"""Rewards relative to their group, as advantage estimators take them.
+"""Rewards relative to their group, as input of the advantage estimators.
 
-This module assigns samples to groups and shares a rollout's reward among its samples; the estimator chooses what a
-group's rewards are compared with (``Estimator.group_baseline``).  Whitening of per-token
-advantages is elsewhere: ``slime.algorithms.advantages.whitening``.
+This module assigns samples to groups and combines the rewards of samples from one execution (in messages: rollout).
+The estimator chooses the baseline (``Estimator.group_baseline``).  Per-token advantages are whitened elsewhere, in
+``slime.algorithms.advantages.whitening``.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ def post_process_rewards(
     rollout_ids: Sequence[Hashable | None] | None = None,
     graded: Sequence[bool] | None = None,
 ) -> list[float]:
-    """Return the reward of each sample relative to the rollouts of the same prompt, ``(r - baseline) / scale``.
+    """Return each sample's reward relative to the executions of the same prompt, ``(r - baseline) / scale``.
 
-    A group is the samples with one group id: of any size, interleaved with others, or a single rollout (which gets 0
-    from estimators that take off the group's mean).  Each rollout counts once in its group, with the mean of its
-    samples' rewards, however many samples a fan-out cut it into.  A sample that was not graded gets 0 and counts
-    nowhere; where that leaves a single rollout of several, it gets 0 too.  Estimators that do not compare within a
-    group, and ``rewards_normalization=False``, get the raw rewards back.
+    A group is all samples with the same group id; it may have any size and be interleaved with others.  A group of one
+    execution gets 0 from estimators that subtract the group mean.  Each execution counts once, with the mean reward of
+    its samples, however many samples a fan-out produced.  Ungraded samples get 0 and do not count; if only one of
+    several executions was graded, it gets 0 too.  Rewards are returned unchanged if the estimator has no group
+    baseline or ``rewards_normalization`` is False.
 
-    Computed in float64: in float32 the rounding of the mean of equal rewards is not small against 1e-6.
+    Computed in float64, because in float32 the rounding error of the mean of equal rewards is not small against the
+    1e-6 added to the standard deviation.
 
     Args:
-        raw_rewards: one for each sample, removed ones included.
-        n_samples_per_prompt: rollouts of a prompt.
-        rollout_batch_size: prompts of a rollout batch.
-        advantage_estimator: name or import path; ``--advantage-estimator``.
+        raw_rewards: Reward of each sample, including removed ones.
+        n_samples_per_prompt: Executions per prompt.
+        rollout_batch_size: Prompts per rollout batch.
+        advantage_estimator: Name or import path; ``--advantage-estimator``.
         rewards_normalization: False with ``--disable-rewards-normalization``.
         grpo_std_normalization: False with ``--disable-grpo-std-normalization``.
-        group_ids: ``sample.group_index`` of each sample.  When none has one, a group is ``n_samples_per_prompt``
-            neighbours, provided that there are ``n_samples_per_prompt * rollout_batch_size`` samples.
-        rollout_ids: ``sample.rollout_id`` of each sample; a sample without one counts as a separate rollout.
-        graded: ``sample.is_graded`` of each sample; None is all of them.
+        group_ids: ``sample.group_index`` of each sample.  If no sample has one, every ``n_samples_per_prompt``
+            consecutive samples form a group; there must be ``n_samples_per_prompt * rollout_batch_size`` samples.
+        rollout_ids: ``sample.rollout_id`` of each sample; a sample without one is a separate execution.
+        graded: ``sample.is_graded`` of each sample; None means all were graded.
 
     Raises:
-        DataError: the samples cannot be told apart into groups.
+        DataError: the samples cannot be assigned to groups.
     """
     baseline = get_estimator(advantage_estimator).group_baseline
     if not rewards_normalization or baseline is None:
@@ -74,7 +75,7 @@ def post_process_rewards(
                 f"the group with group_index {group_id} has {len(rollouts)} rollouts, and --n-samples-per-prompt is "
                 f"{n_samples_per_prompt}: their rewards would be compared although their prompts may differ. Give "
                 "every prompt its own sample.group_index, and the samples of one rollout the same sample.rollout_id; "
-                "or normalise rewards yourself (--custom-reward-post-process-path)"
+                "or normalize rewards yourself (--custom-reward-post-process-path)"
             )
         members = [[one for one in positions if graded is None or graded[one]] for positions in rollouts.values()]
         compared = [positions for positions in members if positions]
@@ -88,7 +89,7 @@ def post_process_rewards(
 def _relative_to_group(
     raw_rewards: Sequence[float], rollouts: Sequence[Sequence[int]], baseline: GroupBaseline, config: GroupConfig
 ) -> list[tuple[int, float]]:
-    """Return (position, relative reward) of every sample of a group, given the positions of each of its rollouts."""
+    """Return (position, relative reward) of a group's samples, given the positions of each execution's samples."""
     of_rollouts = [sum(raw_rewards[position] for position in members) / len(members) for members in rollouts]
     baseline_G, scale_G = baseline(torch.tensor(of_rollouts, dtype=torch.float64), config)
     return [
@@ -101,7 +102,7 @@ def _relative_to_group(
 def _identified(
     group_ids: Sequence[Hashable | None] | None, num_samples: int, n_samples_per_prompt: int, rollout_batch_size: int
 ) -> list[Hashable]:
-    """Return a group id for every sample."""
+    """Return the group id of every sample."""
     ids = list(group_ids) if group_ids is not None else [None] * num_samples
     named = [group_id for group_id in ids if group_id is not None]
     nameless = num_samples - len(named)

@@ -1,10 +1,10 @@
-"""The experts of each position: checked, and packed as the tokens of a micro-batch are.
+"""Checks the experts chosen at each position, and packs them like the tokens of a micro-batch.
 
-An engine reports the experts of every position that was an input: the rows of a sample are those of its tokens but the
-last.  Rows may end earlier where nothing after them is trained (text of a tool at the very end, say).
+An engine reports the experts of every input position, so a sample has a row for each token except the last.  Rows may
+end earlier if nothing after them is trained, for example tool output at the very end.
 
-Shapes: L = tokens of one sequence, P = rows of its routing (at most L - 1), N = layers, k = experts of a token,
-T = tokens of the micro-batch on this rank, padding included, E = experts of a layer.
+Shapes: L = tokens of one sequence, P = rows of its routing (at most L - 1), N = layers, k = experts per token,
+T = tokens of the micro-batch on this rank, including padding.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from slime.train_data.microbatch import PackingConfig, pack_thd
 from slime.utils.errors import DataError
 
 EXPERT_ID_DTYPE = torch.int16
-"""Dtype of expert ids: half the bytes that the engine sends, and more experts than any model has."""
+"""Dtype of expert ids: half the size of the engine's ids, and large enough for any model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedShape:
-    """The sizes of a model's expert choices."""
+    """Shape of a model's expert choices."""
 
     num_layers: int
-    """N: layers of the whole model, dense ones included; an engine sends rows for all of them."""
+    """N: layers of the whole model including dense ones; an engine reports all of them."""
     top_k: int
     num_experts: int
 
@@ -41,10 +41,10 @@ class RoutedShape:
 
 
 def rows_needed(loss_mask: Sequence[int] | Tensor, total_length: int) -> int:
-    """Return the number of rows that a sample's trained tokens depend on: one for each token before the last of them.
+    """Return the number of rows that a sample's trained tokens depend on: one per token before the last trained token.
 
     Args:
-        loss_mask: [R] of the response, which ends the sequence.
+        loss_mask: [R] loss mask of the response, which ends the sequence.
         total_length: L.
     """
     trained = torch.as_tensor(loss_mask).nonzero()
@@ -52,17 +52,18 @@ def rows_needed(loss_mask: Sequence[int] | Tensor, total_length: int) -> int:
 
 
 def routed_rows(rows: Any, name: str, shape: RoutedShape, *, total_length: int, num_needed: int) -> Tensor:
-    """Return a sample's routing, a tensor [P, N, k] of :data:`EXPERT_ID_DTYPE`, once its shape and range are checked.
+    """Check a sample's routing and return it as a tensor [P, N, k] of :data:`EXPERT_ID_DTYPE`.
 
     Args:
-        rows: of the engine; None counts as no rows.
-        name: the sample, for messages.
-        shape: of the model.
+        rows: Rows from the engine; None means no rows.
+        name: Name of the sample, for messages.
+        shape: Shape of the model's choices.
         total_length: L of the sample.
-        num_needed: see :func:`rows_needed`.
+        num_needed: See :func:`rows_needed`.
 
     Raises:
-        DataError: rows are missing or of another shape; the message names the sample and the flag.
+        DataError: rows are missing, have another shape, or hold ids out of range; names the sample and the flag.  The
+            range of rows that already have :data:`EXPERT_ID_DTYPE` is left to :func:`check_choices`.
     """
     if rows is None:
         rows = torch.zeros(0, shape.num_layers, shape.top_k, dtype=EXPERT_ID_DTYPE)
@@ -86,15 +87,15 @@ def routed_rows(rows: Any, name: str, shape: RoutedShape, *, total_length: int, 
 
 
 def check_choices(rows: Tensor, name: str, shape: RoutedShape, moe_layers: Sequence[int]) -> None:
-    """Check that every row of a layer with experts has k different experts that exist.
+    """Check that every row of a layer with experts has k different valid expert ids.
 
-    An engine sends zeros for layers that it did not record, and -1 for slots that it did not use.
+    An engine sends zeros for layers that it did not record, and -1 for unused slots.
 
     Args:
         rows: [P, N, k].
-        name: the sample, for messages.
-        shape: of the model.
-        moe_layers: the layers, counted from 0, that have experts.
+        name: Name of the sample, for messages.
+        shape: Shape of the model's choices.
+        moe_layers: Indices (from 0) of the layers with experts.
 
     Raises:
         DataError: names the sample, the position, the layer and the flag.
@@ -126,9 +127,9 @@ def _check_range(rows: Tensor, name: str, shape: RoutedShape) -> None:
 
 
 def spread_experts(slots: Tensor, shape: RoutedShape) -> Tensor:
-    """Return [n, k] experts for [n] slots, different within a row and evenly loaded over the rows.
+    """Return experts [n, k] for [n] slots, different within a row and evenly loaded over the rows.
 
-    For slots without their own routing: padding, and the last token of each sequence, which no engine computed.
+    For slots without recorded routing: padding, the last token of each sequence, and tokens after its last row.
     """
     first = slots[:, None] * shape.top_k + torch.arange(shape.top_k, device=slots.device)
     return (first % shape.num_experts).to(EXPERT_ID_DTYPE)
@@ -144,18 +145,18 @@ def pack_routed_experts(
     tp_rank: int = 0,
     tp_size: int = 1,
 ) -> Tensor:
-    """Return the routing of a packed micro-batch, [layers, T / tp_size, k]: the choices of this rank's routers.
+    """Return the routing of a packed micro-batch for this rank's routers, [layers, T / tp_size, k].
 
     Args:
         rows: [P, N, k] of each sequence.
-        total_lengths: L of each.
-        shape: of the model.
-        packing: that of the tokens, see ``pack_thd``.
-        layers: those of this rank that have experts, counted from 0.
-        tp_rank: this rank's part of the tokens, under sequence parallelism.
-        tp_size: number of parts under sequence parallelism; 1 without it.
+        total_lengths: L of each sequence.
+        shape: Shape of the model's choices.
+        packing: Packing of the tokens; see ``pack_thd``.
+        layers: Indices (from 0) of this rank's layers with experts.
+        tp_rank: Index of this rank's shard of the tokens, under sequence parallelism.
+        tp_size: Number of shards under sequence parallelism; 1 without it.
     """
-    # Positions in the concatenated rows are packed as token ids would be; -1 is a slot without routing.
+    # Pack indices into the concatenated rows like token ids; -1 marks a slot without routing.
     sources, start = [], 0
     for known, length in zip(rows, total_lengths, strict=True):
         source = torch.full((length,), -1)

@@ -1,8 +1,8 @@
-"""The schedule of a rollout: the rank, the optimizer step and the micro-batch of each sample.
+"""The schedule of a rollout: assigns each sample to a rank, an optimizer step and a micro-batch.
 
 Pack first, distribute second: the samples of a step are packed into micro-batches as if there were one rank, the
-number of micro-batches is brought to a multiple of the ranks, and whole micro-batches are assigned to ranks.  So
-every rank has the same number of micro-batches in every step, which pipeline and gradient collectives require.
+number of micro-batches is raised to a multiple of the ranks, and whole micro-batches are assigned to ranks.  Every
+rank then has the same number of micro-batches in every step, which pipeline and gradient collectives require.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from slime.utils.errors import ConfigError, DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """Parallel sizes of the trainer, and the packing of its micro-batches."""
+    """Parallel sizes of the trainer, and how its micro-batches are packed."""
 
     dp_size: int
     cp_size: int = 1
     vpp_size: int = 1
-    """Virtual pipeline stages per rank; above 1 the micro-batches of a rank come in groups."""
+    """Virtual pipeline stages per rank; above 1, a rank's micro-batches come in groups."""
     microbatch_group_size_per_vp_stage: int = 1
     use_dynamic_batch_size: bool = False
     """Pack by tokens instead of by a fixed number of samples."""
     max_tokens_per_gpu: int | None = None
     micro_batch_size: int = 1
     balance_data: bool = False
-    """Assign micro-batches to ranks by FLOPs instead of in turn."""
+    """Assign micro-batches to ranks by FLOPs instead of round-robin."""
     balance_by_flops: bool = False
-    """Pack by FLOPs instead of by first fit; the token limit then sets only the number of micro-batches."""
+    """Balance micro-batches by FLOPs instead of packing first-fit.  The token limit then determines only their number,
+    so single micro-batches may exceed it."""
     flops: ModelDims | None = None
 
     def __post_init__(self) -> None:
@@ -50,27 +51,27 @@ class ScheduleConfig:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The number that a step's micro-batches, over all ranks, are a multiple of."""
+        """A step's number of micro-batches, over all ranks, must be a multiple of this."""
         return self.dp_size * (self.microbatch_group_size_per_vp_stage if self.vpp_size > 1 else 1)
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that one micro-batch may hold, over all context-parallel ranks."""
+        """Maximum tokens of a micro-batch over all context-parallel ranks."""
         assert self.max_tokens_per_gpu is not None
         return self.max_tokens_per_gpu * self.cp_size
 
 
 class DPSchedule(NamedTuple):
-    """The samples of each rank, step and micro-batch."""
+    """Assignment of samples to ranks, steps and micro-batches."""
 
     partitions: list[list[int]]
-    """[rank] positions of its samples in the rollout, in micro-batch order, all steps one after the other."""
+    """[rank] positions of its samples in the rollout, in micro-batch order, all steps concatenated."""
     micro_batch_indices: list[list[list[int]]]
     """[rank][micro-batch] positions within ``partitions[rank]``."""
     num_microbatches: list[int]
-    """[step] micro-batches of each rank."""
+    """[step] number of micro-batches per rank."""
     global_batch_sizes: list[int]
-    """[step] rollouts that the step trains on."""
+    """[step] number of executions that the step trains on."""
 
 
 def build_dp_schedule(
@@ -83,17 +84,17 @@ def build_dp_schedule(
     """Return the schedule of one rollout's samples.
 
     Args:
-        config: layout and packing.
-        total_lengths: tokens of each sample, prompt included.
-        global_batch_size: rollouts per optimizer step; a rollout that was cut into several samples counts once.
-        rollout_indices: the rollout each sample belongs to.
+        config: Parallel sizes and packing.
+        total_lengths: Number of tokens of each sample, including the prompt.
+        global_batch_size: Executions per optimizer step; an execution with several samples (fan-out) counts once.
+        rollout_indices: Execution that each sample belongs to.
 
     Returns:
-        The schedule; rollouts beyond the last full step are left out.
+        The schedule; executions beyond the last full step are left out.
 
     Raises:
-        DataError: too few rollouts for one step, or too few samples for the ranks.
-        ConfigError: fixed micro-batches that do not divide among the ranks.
+        DataError: there are too few executions for one step, or too few samples for the ranks.
+        ConfigError: the number of fixed-size micro-batches is not divisible among the ranks.
     """
     steps = _samples_by_step(rollout_indices, global_batch_size)
     partitions: list[list[int]] = [[] for _ in range(config.dp_size)]
@@ -118,13 +119,13 @@ def build_dp_schedule(
 def packing_efficiency(
     schedule: DPSchedule, total_lengths: Sequence[int], *, cp_size: int = 1, pad_multiple: int = 1
 ) -> float:
-    """Return the real tokens per token the trainer computes on: 1.0 is a schedule without padding.
+    """Return the fraction of real tokens among all tokens the trainer computes; 1.0 means no padding.
 
     Args:
-        schedule: who trains what.
-        total_lengths: tokens of each sample of the rollout.
-        cp_size: context-parallel ranks; above 1 each sequence is padded to a multiple of twice their number.
-        pad_multiple: what the tokens of a micro-batch on one rank are padded to a multiple of.
+        schedule: The schedule.
+        total_lengths: Number of tokens of each sample of the rollout.
+        cp_size: Number of context-parallel ranks; above 1, each sequence is padded to a multiple of ``2 * cp_size``.
+        pad_multiple: The tokens of a micro-batch on one rank are padded to a multiple of this.
     """
     sequence_multiple = 2 * cp_size if cp_size > 1 else 1
     num_real_tokens = 0
@@ -139,14 +140,14 @@ def packing_efficiency(
 
 
 def capacity_utilisation(schedule: DPSchedule, total_lengths: Sequence[int], *, capacity_tokens: int) -> float:
-    """Return the real tokens per token of room in the micro-batches: how full ``--max-tokens-per-gpu`` is."""
+    """Return the fraction of the micro-batches' token capacity (``--max-tokens-per-gpu``) that real tokens fill."""
     num_real_tokens = sum(total_lengths[position] for partition in schedule.partitions for position in partition)
     num_micro_batches = sum(map(len, schedule.micro_batch_indices))
     return num_real_tokens / (num_micro_batches * capacity_tokens)
 
 
 def _samples_by_step(rollout_indices: Sequence[Hashable], global_batch_size: int) -> list[list[int]]:
-    """Return, per step, the positions of its samples: rollouts in first-seen order, ``global_batch_size`` a step."""
+    """Return the positions of each step's samples: executions in first-seen order, ``global_batch_size`` per step."""
     positions_of_rollout: dict[Hashable, list[int]] = {}
     for position, rollout in enumerate(rollout_indices):
         positions_of_rollout.setdefault(rollout, []).append(position)
@@ -165,7 +166,7 @@ def _samples_by_step(rollout_indices: Sequence[Hashable], global_batch_size: int
 
 
 def _pack(config: ScheduleConfig, positions: list[int], total_lengths: Sequence[int]) -> list[list[int]]:
-    """Return the micro-batches of one step, their number a multiple that the ranks can share."""
+    """Pack one step into micro-batches whose number is a multiple of ``micro_batch_multiple``."""
     multiple = config.micro_batch_multiple
     if not config.use_dynamic_batch_size:
         size = config.micro_batch_size
@@ -173,8 +174,8 @@ def _pack(config: ScheduleConfig, positions: list[int], total_lengths: Sequence[
         if len(bins) % multiple:
             raise ConfigError(
                 f"{len(positions)} samples in a step make {len(bins)} micro-batches of --micro-batch-size {size}, "
-                f"which is no multiple of {multiple} (data-parallel ranks times the virtual-pipeline group); change "
-                "--micro-batch-size or --global-batch-size, or use --use-dynamic-batch-size"
+                f"which is not a multiple of {multiple} (data-parallel ranks times the virtual-pipeline group); "
+                "change --micro-batch-size or --global-batch-size, or use --use-dynamic-batch-size"
             )
         return bins
 
@@ -193,7 +194,7 @@ def _pack(config: ScheduleConfig, positions: list[int], total_lengths: Sequence[
 
 
 def _distribute(config: ScheduleConfig, bins: list[list[int]], total_lengths: Sequence[int]) -> list[list[list[int]]]:
-    """Return the micro-batches of each rank, the same number for each."""
+    """Return the micro-batches of each rank, the same number for every rank."""
     if not config.balance_data:
         return [bins[rank :: config.dp_size] for rank in range(config.dp_size)]
     assert config.flops is not None
@@ -204,6 +205,6 @@ def _distribute(config: ScheduleConfig, bins: list[list[int]], total_lengths: Se
 
 
 def _forward_flops(model: ModelDims, lengths: Sequence[int]) -> list[int]:
-    """Return the FLOPs of each sequence; equal lengths, of which a large rollout has many, are computed once."""
+    """Return the FLOPs of each sequence, computing equal lengths, which are common in large rollouts, only once."""
     of_length = {length: model.forward_flops(length) for length in set(lengths)}
     return [of_length[length] for length in lengths]

@@ -1,6 +1,6 @@
-"""A rollout's ``TrainBatch`` and a schedule to one ``RankBatch`` for each data-parallel rank.
+"""Splits a rollout's ``TrainBatch`` by a schedule into one ``RankBatch`` per data-parallel rank.
 
-Lengths and rewards have been checked by ``convert``; values are checked here, as tensors.
+``convert`` has already checked lengths and rewards; this module checks values, as tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def split_by_rank(batch: TrainBatch, schedule: DPSchedule) -> list[RankBatch]:
     """Return the share of each data-parallel rank.
 
     Raises:
-        DataError: a value cannot be trained on.
+        DataError: a value is unusable for training.
     """
     if batch.rollout_mask_sums is None:
         batch = replace(batch, rollout_mask_sums=rollout_mask_sums(batch.loss_masks, batch.rollout_ids))
@@ -58,26 +58,27 @@ def split_by_rank(batch: TrainBatch, schedule: DPSchedule) -> list[RankBatch]:
 def _as_column(
     name: str, values: list[Any], dtype: torch.dtype | None, names: Sequence[str]
 ) -> list[Any] | torch.Tensor:
-    """Return the entries as CPU tensors; a column of plain numbers becomes one tensor."""
+    """Convert the entries to CPU tensors; a column of plain numbers becomes a single tensor."""
     if dtype is None:
         return values
     if values and all(isinstance(value, int | float) for value in values):
         try:
             return torch.tensor(values, dtype=dtype)
         except (RuntimeError, ValueError, OverflowError) as error:
-            raise DataError(f"column {name!r} of the train data has a number that is no {dtype}: {error}") from error
+            raise DataError(f"column {name!r} of the train data has a number that is not {dtype}: {error}") from error
     return [_as_tensor(name, value, dtype, sample) for value, sample in zip(values, names, strict=True)]
 
 
 _CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}
-"""Dtypes and their codes for ``struct``."""
+"""Dtype -> format code of ``struct``."""
 
 
 def _as_tensor(name: str, value: Any, dtype: torch.dtype, sample: str) -> torch.Tensor:
-    """Return one entry as a tensor.
+    """Convert one entry to a tensor.
 
     Raises:
-        DataError: it holds something that is no number, or a fraction where whole numbers belong.
+        DataError: the entry holds something other than numbers, or a value that ``dtype`` cannot represent exactly
+            (integer dtypes only).
     """
     if (plain := _plain_numbers(value, dtype)) is not None:
         return plain
@@ -93,13 +94,13 @@ def _as_tensor(name: str, value: Any, dtype: torch.dtype, sample: str) -> torch.
 
 
 def _plain_numbers(value: Any, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the tensor of a flat list of numbers of this kind, else None.  ``struct`` takes half of numpy's time."""
+    """Convert a flat list of numbers to a tensor, or return None.  ``struct`` takes half of numpy's time."""
     code = _CODES.get(dtype)
     if not isinstance(value, list) or code is None:
         return None
     if not value:
         return torch.empty(0, dtype=dtype)
-    if dtype == torch.int32:  # as loss masks are: bytes take a quarter of the time
+    if dtype == torch.int32:  # the dtype of loss masks; going through bytes takes a quarter of the time
         with contextlib.suppress(TypeError, ValueError):
             return torch.frombuffer(bytearray(value), dtype=torch.uint8).to(dtype)
     buffer = bytearray(len(value) * dtype.itemsize)
@@ -111,14 +112,14 @@ def _plain_numbers(value: Any, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 TOKENS_AT_ONCE = 1 << 20
-"""Response tokens whose values are checked together."""
+"""Number of response tokens whose values are checked together."""
 
 
 def _check_values(columns: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Check the values of a rank's columns, many samples at a time.
+    """Check the loss masks and log-probs of a rank's columns, many samples at a time.
 
     Raises:
-        DataError: a loss mask is neither 0 nor 1, or a trained token has an impossible log-prob.
+        DataError: a loss mask has a value other than 0 and 1, or a trained token has an impossible log-prob.
     """
     masks = columns["loss_masks"]
     checked = {name: columns[name] for name in ("rollout_log_probs", "teacher_log_probs") if name in columns}

@@ -1,4 +1,4 @@
-"""Servers in front of SGLang that speak the protocols of agent programs and write down what is drawn."""
+"""Servers in front of SGLang that speak the protocols of agent programs and record the drawn tokens."""
 
 from slime.agent.adapters.anthropic import AnthropicAdapter
 from slime.agent.adapters.common import BaseAdapter

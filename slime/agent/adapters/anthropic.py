@@ -1,4 +1,4 @@
-"""Anthropic's messages."""
+"""The adapter for Anthropic's messages API."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AnthropicAdapter(BaseAdapter):
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        # Agents decide by this number when to shorten their history; zero leaves that to max_context_tokens.
+        # Agents use this number to decide when to compact their history; 0 leaves that to max_context_tokens.
         return web.json_response({"input_tokens": 0})
 
     def _session_id(self, request: web.BaseRequest, body: dict[str, Any]) -> str | None:
@@ -57,7 +57,7 @@ class AnthropicAdapter(BaseAdapter):
         system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
         messages = [one for message in _turns([*system, *messages_of(body)]) for one in self._messages(message)]
         offered = [] if choice == "none" else body.get("tools") or []
-        # Tools with a type of their own (web search) run at Anthropic's servers: the policy is not told of them.
+        # Tools without input_schema (web search) run on Anthropic's servers, so they are not offered to the policy.
         return messages, [_function_tool(tool) for tool in offered if tool.get("input_schema") is not None]
 
     def _messages(self, message: dict[str, Any]) -> list[Message]:
@@ -115,10 +115,10 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
 
 
 def _turns(messages: list[Any]) -> list[dict[str, Any]]:
-    """Return the messages with blocks as content, neighbours of one role as one message, as Anthropic's server does.
+    """Return the messages with blocks as content, merging adjacent messages of one role, like Anthropic's server.
 
-    A system message inside the conversation becomes part of the user's turn, within the marks by which Claude Code's
-    own prompt knows a reminder: most chat templates refuse a system message there.
+    A system message inside the conversation becomes part of the user's turn, in the ``<system-reminder>`` tags that
+    Claude Code uses, because most chat templates refuse a system message there.
     """
     turns: list[dict[str, Any]] = []
     for message in messages:

@@ -1,8 +1,8 @@
-"""One turn of an agent, whatever the protocol: admit, translate, draw, parse, write down, answer.
+"""The protocol-independent part of an agent's turn: admit, translate, generate, parse, record, answer.
 
-A subclass knows the protocol; this class knows sessions, deadlines and errors.  The application may run in another
-thread than the code that opens and finishes sessions (``aiohttp_threaded``).  ``call_sglang_generate`` is looked up
-here at every turn, so replacing it replaces the engine.
+Subclasses implement a protocol; the base class handles sessions, deadlines and errors.  The application may run in
+another thread than the code that opens and finishes sessions (``aiohttp_threaded``).  ``call_sglang_generate`` is
+looked up in this module on every turn, so replacing it replaces the engine.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ __all__ = [
 ]
 
 Prompt = tuple[list[Message], list[dict[str, Any]], list[int], list[Pictures]]
-"""Messages, tools, ids and pictures."""
+"""(messages, tools, ids, pictures)"""
 DEFAULT_SID = "default"
-"""The session of requests that name none."""
+"""Session of requests that do not name one."""
 MAX_BODY_BYTES = 64 << 20
 SMALL_BODY_BYTES = 64 << 10
-"""Read at once; a larger body takes a thread, for others wait while it is parsed."""
+"""Bodies up to this size are parsed directly; larger ones in a thread, so that other requests need not wait."""
 MAX_PROMPT_CHARS = 4_000_000
-"""About a million tokens.  A tokenizer takes minutes for what is much longer, and its session waits."""
+"""About a million tokens.  Tokenizers take minutes for much longer prompts, and the session would wait."""
 PROMPT_TIMEOUT_S = 300.0
 KEEP_ALIVE_S = 10.0
-"""A streaming client hears something at least this often, so that its own read timeout does not strike."""
+"""Longest silence toward a streaming client, so that its read timeout does not expire."""
 POLL_S = 0.2
 CLIENT_GONE = 499
 _ERROR_TYPES = {400: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_exceeded"}
@@ -78,21 +78,20 @@ class BaseAdapter(ABC):
     """A server in front of SGLang that records the turns of agents.
 
     Args:
-        tool_parser: SGLang's name of the model's tool-call format; None reads the common ones.
-        reasoning_parser: SGLang's name of the model's reasoning format; None reads ``<think>`` blocks.
-        max_turns_per_sid: further turns of a session are refused (429); None: no limit.
-        debug_callback: called for each turn with ``(sid, translated, tools, message, turn)``; what it raises is
-            logged.
-        generate_timeout_s: deadline of one turn of the engine, its continuations after aborts included.
-        processor: of a model that sees images; without it each image of a request becomes a mark.
-        args: of the job; with ``--use-rollout-routing-replay`` turns bring the experts of their tokens.
-        ask: gives the engine's answer to a request and a session; by default that of ``sglang_url``.
+        tool_parser: SGLang's name for the model's tool-call format; None parses the common formats.
+        reasoning_parser: SGLang's name for the model's reasoning format; None parses ``<think>`` blocks.
+        max_turns_per_sid: Maximum turns of a session; further turns are refused (429).  None: no limit.
+        debug_callback: Called for each turn with ``(sid, translated, tools, message, turn)``; its errors are logged.
+        generate_timeout_s: Deadline of one turn of the engine, including continuations after aborts.
+        processor: Processor of a multimodal model; without it, each image of a request becomes a text placeholder.
+        args: The job's arguments; with ``--use-rollout-routing-replay``, turns record the experts of their tokens.
+        ask: Returns the engine's answer to ``(payload, session id)``; by default, posts to ``sglang_url``.
     """
 
     logger: ClassVar[logging.Logger] = logging.getLogger(__name__)
     log_prefix: ClassVar[str] = "adapter"
     max_token_keys: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-    """Keys of the body that limit the response, the first one present counts."""
+    """Keys of the body that limit the response; the first one present is used."""
     stop_keys: ClassVar[tuple[str, ...]] = ("stop",)
 
     def __init__(
@@ -111,7 +110,9 @@ class BaseAdapter(ABC):
         args: Namespace | None = None,
         ask: Callable[[dict[str, Any], str | None], Awaitable[Any]] | None = None,
     ) -> None:
-        check_parsers(tool_parser, reasoning_parser)  # here, not in the event loop at the first turn
+        check_parsers(
+            tool_parser, reasoning_parser
+        )  # may take seconds: do it here, not in the event loop on the first turn
         self.tokenizer = tokenizer
         self.sglang_url = sglang_url
         self.tool_parser = tool_parser
@@ -139,17 +140,17 @@ class BaseAdapter(ABC):
         max_context_tokens: int = 0,
         sampling_overrides: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin a session.  A request without one is refused.
+        """Open a session.  Requests without an open session are refused.
 
         Args:
-            sid: the agent's API key, which lets it in: make it hard to guess.
-            sampling_defaults: SGLang sampling parameters for what a request leaves out; ``max_new_tokens`` also limits
-                what a request may ask for.
-            max_context_tokens: longest prompt and response together; 0: the engine's limit.
-            sampling_overrides: parameters that no request can change, such as the temperature that is trained at.
+            sid: Session id, which is also the agent's API key: make it hard to guess.
+            sampling_defaults: SGLang sampling parameters that a request may override, except that ``max_new_tokens``
+                is an upper limit.
+            max_context_tokens: Maximum tokens of prompt and response together; 0: the engine's limit.
+            sampling_overrides: Sampling parameters that requests cannot change, such as the training temperature.
 
         Raises:
-            ValueError: a session of that id is open.
+            ValueError: a session with this id is already open.
         """
         session = Session(
             sid=sid,
@@ -169,10 +170,10 @@ class BaseAdapter(ABC):
         wait_timeout: float = 5.0,
         mask_off_policy: bool = False,
     ) -> list[Sample]:
-        """Close the session and give its samples; empty when it is not open (any more).
+        """Close the session and return its samples; empty if the session is not open.
 
-        Turns in flight get ``wait_timeout`` seconds, then they are cancelled and not part of the samples.  Further
-        arguments as in ``TrajectoryManager.get_trajectory``.
+        Turns still in flight after ``wait_timeout`` seconds are cancelled and not part of the samples.  For the other
+        arguments, see ``TrajectoryManager.get_trajectory``.
         """
         session = await self._sessions.close(sid, wait_timeout)
         if session is None:
@@ -196,13 +197,13 @@ class BaseAdapter(ABC):
         self.manager.drop_session(sid)
 
     async def shutdown_session(self, sid: str, *, wait_timeout: float = 0.0) -> None:
-        """Close the session to further requests and end those in flight; what it drew stays until it is dropped."""
+        """Refuse further requests and end those in flight; the session's turns are kept until it is dropped."""
         await self._sessions.shut(sid, wait_timeout)
 
     def _content(self, content: Any) -> str | list[dict[str, Any]]:
         return translate_content(content, shows_images=self.processor is not None)
 
-    # What a protocol provides.
+    # Implemented by each protocol.
 
     @abstractmethod
     def _register_routes(self, app: web.Application) -> None:
@@ -213,18 +214,18 @@ class BaseAdapter(ABC):
         """Return the session that a request names."""
 
     def _preprocess_body(self, body: dict[str, Any]) -> dict[str, Any] | None:
-        """Change the body before anything reads it, in place or by returning another; by default it stays as it is."""
+        """Change the body before it is read, in place or by returning another; by default, leave it unchanged."""
         return body
 
     @abstractmethod
     def _translate(self, body: dict[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
-        """Return ``(messages, tools)`` as chat templates take them.  AdapterError for what is not supported."""
+        """Return ``(messages, tools)`` as chat templates expect them; raise AdapterError for unsupported features."""
 
     @abstractmethod
     def _build_reply(
         self, parsed: ParsedModelOutput, raw_finish: str, translated: list[Message], tools: list[dict[str, Any]]
     ) -> Reply:
-        """Return the answer in the protocol's form."""
+        """Return the answer in the protocol's format."""
 
     @abstractmethod
     async def _respond(
@@ -233,12 +234,12 @@ class BaseAdapter(ABC):
         """Send the answer."""
 
     def _error_body(self, status: int, message: str, code: str | None) -> dict[str, Any]:
-        """Return an error in the protocol's form; by default OpenAI's."""
+        """Return an error in the protocol's format; by default OpenAI's."""
         kind = _ERROR_TYPES.get(status, "server_error")
         return {"error": {"message": message, "type": kind, "param": None, "code": code or str(status)}}
 
     def _event_stream(self) -> EventStream:
-        """Return the form of keep-alives and errors in a stream; by default OpenAI's."""
+        """Return the stream format of keep-alives and errors; by default OpenAI's."""
         return EventStream(named=False)
 
     # Requests.
@@ -264,7 +265,7 @@ class BaseAdapter(ABC):
 
     async def _send_error(self, request: web.Request, error: AdapterError) -> web.StreamResponse:
         body = self._error_body(error.status, str(error), error.code)
-        if EventStream.of(request) is not None:  # the stream has begun: its status cannot be changed any more
+        if EventStream.of(request) is not None:  # the stream has begun, so its status cannot change
             return await self._event_stream().fail(request, body)
         headers = {} if error.may_retry else {"x-should-retry": "false"}
         return web.json_response(body, status=error.status, headers=headers)
@@ -272,7 +273,7 @@ class BaseAdapter(ABC):
 
 @dataclass
 class _Turn:
-    """One request of an agent: its prompt, what the engine draws, what is written down and answered."""
+    """One request of an agent: builds the prompt, generates, records the turn and answers."""
 
     adapter: BaseAdapter
     request: web.Request
@@ -285,7 +286,7 @@ class _Turn:
         assert task is not None
         session.in_flight.add(task)
         try:
-            if session.is_closed:  # by another thread since its admission: that did not wait for this turn
+            if session.is_closed:  # closed by another thread after admission, without waiting for this turn
                 raise AdapterError(503, f"Session {session.sid!r} was closed.", may_retry=False)
             stream = _wants_stream(self.request, self.body)
             async with session.reading:
@@ -328,33 +329,33 @@ class _Turn:
             return await asyncio.wait_for(asyncio.to_thread(self._prompt), PROMPT_TIMEOUT_S)
         except TimeoutError as error:
             message = (
-                f"The chat template or the tokenizer is still at work on the prompt after {PROMPT_TIMEOUT_S:g} s."
+                f"The chat template or the tokenizer is still running on the prompt after {PROMPT_TIMEOUT_S:g} s."
             )
             remedy = "A loop in chat_template.jinja of --hf-checkpoint may never end."
             raise AdapterError(504, f"{message} {remedy}", may_retry=False) from error
 
     def _prompt(self) -> Prompt:
-        """Return messages, tools, prompt and pictures.  In a thread: a tokenizer may take a minute."""
+        """Return messages, tools, prompt ids and pictures.  Runs in a thread: a tokenizer may take a minute."""
         adapter, sid = self.adapter, self.session.sid
         messages, tools = read_part(lambda: with_named_tools(*adapter._translate(self.body)))
-        messages = adapter.manager.with_reasoning(sid, messages, tools)  # the template decides about it
+        messages = adapter.manager.with_reasoning(sid, messages, tools)  # the template decides what to show
         known = adapter.manager.known_prefix(sid, messages, tools)
         encode = PromptEncoder(adapter.tokenizer, adapter.processor, known.pictures if known else ())
-        num_chars = len(text_of(messages, tools))  # as JSON: templates write tools and the arguments of calls so
+        num_chars = len(text_of(messages, tools))  # as JSON, like templates write tools and call arguments
         if num_chars > MAX_PROMPT_CHARS:
             message = f"prompt is too long: {num_chars} characters; at most {MAX_PROMPT_CHARS} are tokenized."
             raise AdapterError(400, message, code="context_length_exceeded")
         try:
             kwargs = adapter.chat_template_kwargs
             ids = build_prompt_ids(adapter.tokenizer, messages, tools, known, template_kwargs=kwargs, encode=encode)
-        except Exception as error:  # a template raises whatever it likes about messages it does not take
+        except Exception as error:  # a template may raise anything for messages it does not accept
             message = f"The chat template cannot render the messages: {type(error).__name__}: {error}"
             raise AdapterError(400, message) from error
         return messages, tools, ids, encode.pictures
 
     async def _draw(self, prompt_ids: list[int], pictures: list[Pictures], *, stream: bool) -> TurnRecord:
         adapter, session = self.adapter, self.session
-        shown = {"pictures": pictures} if pictures else {}  # the function may be one that knows no images
+        shown = {"pictures": pictures} if pictures else {}  # a replaced function may not accept images
         drawing = call_sglang_generate(
             prompt_ids, session, self.body, adapter=adapter, session_id=session.sid, **shown
         )
@@ -378,7 +379,7 @@ class _Turn:
                 session.hit_context_limit = True
                 message = f"prompt is too long: {error.body[:500]}"
                 raise AdapterError(400, message, code="context_length_exceeded") from error
-            # The engine refused this very request: a retry would not help.
+            # The engine refused this request: a retry would not help.
             raise AdapterError(502, str(error), may_retry=error.status >= 500) from error
         except (SlimeError, TimeoutError) as error:
             late = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
@@ -386,7 +387,7 @@ class _Turn:
         finally:
             call.cancel()
         if turn.finish_reason == "abort":
-            # The tokens drawn so far are nobody's answer: the client may ask again.
+            # Discard the tokens drawn so far: the client may retry.
             raise AdapterError(503, "The engine aborted the turn and did not continue it.")
         return turn
 

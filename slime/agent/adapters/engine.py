@@ -1,8 +1,8 @@
-"""One turn of the engine: its prompt, token-exact, and the call.
+"""One turn of the engine: its token-exact prompt, and the call.
 
-A chat template knows text only: encoding a rendered conversation again may split the model's own words differently
-from how they were drawn.  So where a conversation goes on from ids that were written down, those ids stay, and only
-what the template puts after them is encoded.
+Chat templates produce text, and encoding a rendered conversation may split the model's own output into other tokens
+than were drawn.  If a conversation continues recorded ids, these ids are therefore kept, and only the text that the
+template adds after them is encoded.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from slime.utils.processing_utils import check_image_tokens, encode_image_for_ro
 from slime.utils.sglang_meta import problem_with_answer, read_output_tokens
 
 MAX_RESUMES = 6
-"""Continuations of one turn after aborts; each weight update may cause one."""
+"""Maximum continuations of one turn after aborts; each weight update may cause one."""
 RESUME_WAIT_S = 1.0
 CONNECT_RETRIES = 60
-"""One second apart: an engine that is restarted is back by then, and a dead one is reported."""
+"""Retries one second apart: by then a restarted engine is back, or a dead one has been reported."""
 _FIXED_SAMPLING_PARAMS = {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
 _PROBE = "\u2063probe\u2063"
-"""Content that no template changes and no conversation has."""
+"""Message content that no template changes and no conversation contains."""
 
 
 def build_prompt_ids(
@@ -44,7 +44,7 @@ def build_prompt_ids(
     """Return the ids to send to the engine.
 
     Args:
-        known: a beginning of the conversation whose ids, with these tools, are known.
+        known: Prefix of the conversation whose ids were recorded with the same tools.
     """
     encode = encode or PromptEncoder(tokenizer, None)
     shown = {"tools": list(tools) if tools else None, **(template_kwargs or {})}
@@ -67,7 +67,7 @@ def _text_after(tokenizer: Any, render: Callable[..., str], text: str, known: Kn
     _, found, closure = render([*known.messages[:-1], last], add_generation_prompt=False).rpartition(_PROBE)
     if not found:
         return None
-    # A turn that ended at a stop string has no stop token.
+    # A turn that ended with a stop string has no stop token.
     end = special_text(tokenizer, known.ids[-1]) if known.finish_reason == "stop" and known.ids else ""
     return text_after_end(tokenizer, closure + text[len(head) :], closure, end)
 
@@ -83,17 +83,18 @@ async def call_sglang_generate(
 ) -> TurnRecord:
     """Generate one turn.
 
-    A turn that is aborted (weights were updated, a rollout ended) continues from the tokens it has; the record says
-    which weights drew which tokens.  Cancelling the coroutine closes the connection, on which SGLang ends the request.
+    An aborted turn (weights were updated, a rollout ended) continues from its tokens, at most ``MAX_RESUMES`` times;
+    the record tells which weights drew which tokens.  Cancelling the coroutine closes the connection, and SGLang then
+    ends the request.
 
     Args:
-        adapter: a ``BaseAdapter``; its ``sglang_url`` is the router or an engine, with or without ``/generate``; its
-            keys name the limits of a body.
-        session_id: sent as routing key, so that a session's turns can share an engine's prefix cache.
+        adapter: A ``BaseAdapter``, which provides the engine (``ask``), the processor, and the body's keys for token
+            limits and stop strings.
+        session_id: Sent as routing key, so that a session's turns can share an engine's prefix cache.
 
     Raises:
-        AdapterError: a parameter of the request cannot be used, or the prompt leaves no room.
-        EngineError: the engine cannot be reached, refuses, or does not answer in time.
+        AdapterError: a parameter of the request is invalid, or the prompt leaves no room.
+        EngineError: the engine cannot be reached, refuses the request, or does not answer in time.
     """
     images = [image for part in pictures for image in part.images]
     keys = adapter.max_token_keys, adapter.stop_keys
@@ -125,7 +126,7 @@ async def call_sglang_generate(
             )
         meta = output["meta_info"]
         check_image_tokens("A turn", payload, meta, len(sent))
-        # Texts of several calls may be cut within a character: the ids are to be decoded as a whole.
+        # The texts of several calls may be cut within a character, so spoken_text decodes all ids together.
         text = "" if attempt else output.get("text") or ""
         new_ids, new_log_probs = read_output_tokens(meta)
         ids += new_ids
@@ -151,14 +152,14 @@ async def call_sglang_generate(
 
 
 async def ask_router(sglang_url: str, payload: dict[str, Any], session_id: str | None) -> Any:
-    """Post a request to the router or engine at ``sglang_url``, and return its answer."""
+    """Post a request to the router or engine at ``sglang_url`` (with or without ``/generate``); return its answer."""
     headers = {"X-SMG-Routing-Key": session_id} if session_id else {}
     url = f"{sglang_url.rstrip('/').removesuffix('/generate')}/generate"
     return await post(url, payload, CONNECT_RETRIES, headers)
 
 
 def spoken_text(tokenizer: Any, turn: TurnRecord) -> str:
-    """Return the text of a turn without what ended it."""
+    """Return the text of a turn without the stop token or stop string that ended it."""
     text = turn.text or tokenizer.decode(turn.output_ids, skip_special_tokens=False)
     reason = turn.meta_infos[-1].get("finish_reason") if turn.meta_infos else None
     matched = (reason or {}).get("matched")
@@ -170,14 +171,14 @@ def spoken_text(tokenizer: Any, turn: TurnRecord) -> str:
 
 
 def _inputs(ids: list[int], images: list[Any], processor: Any) -> dict[str, Any]:
-    """Return the fields of a request that show ``ids`` and ``images``.
+    """Return the request fields for ``ids`` and ``images``.
 
     Raises:
-        AdapterError: the ids have places for another number of images: the policy drew one.
+        AdapterError: the number of image tokens differs from the number of images, because the policy drew one.
     """
     if not images:
         return {"input_ids": ids}
     ids = one_id_an_image(ids, processor.image_token_id)
     if (places := ids.count(processor.image_token_id)) != len(images):
-        raise AdapterError(400, f"The conversation has {len(images)} images, and {places} places for one.")
+        raise AdapterError(400, f"The conversation has {len(images)} images and {places} image tokens.")
     return {"input_ids": ids, "image_data": [encode_image_for_rollout_engine(image) for image in images]}

@@ -1,4 +1,4 @@
-"""Parts of requests and answers that both protocols translate alike, images among them, and server-sent events."""
+"""Parts of requests and answers that both protocols share, including images, and server-sent events."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ MAX_MESSAGES, MAX_TOOLS = 10_000, 1000
 
 @dataclass
 class Reply:
-    """One turn's answer."""
+    """The answer of one turn."""
 
     manager_message: Message
-    """As the chat template gets it when the conversation continues."""
+    """The assistant message, as the chat template gets it when the conversation continues."""
     finish_reason: str = "stop"
-    """In the protocol's words."""
+    """Finish reason in the protocol's terms."""
     wire: Any = None
-    """In the protocol's form: Anthropic's content blocks, OpenAI's message."""
+    """The answer in the protocol's format: Anthropic's content blocks, or OpenAI's message."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.finish_reason, str):
             raise TypeError(
-                f"A Reply has the finish reason {str(self.finish_reason)[:200]!r}; it must be a text. By position a "
-                "Reply takes manager_message, finish_reason, wire."
+                f"A Reply has the finish reason {str(self.finish_reason)[:200]!r}; it must be a string. The "
+                "positional arguments of Reply are manager_message, finish_reason, wire."
             )
 
 
 def messages_of(body: Mapping[str, Any]) -> list[Any]:
-    """Return ``messages`` of a body.  AdapterError when it is no list, or empty."""
+    """Return ``messages`` of a body; raise AdapterError if it is not a list, empty, or too long."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise AdapterError(400, "The body must have a list 'messages' of at least one message.")
@@ -48,25 +48,28 @@ def messages_of(body: Mapping[str, Any]) -> list[Any]:
 
 
 def read_part(read: Callable[[], Read]) -> Read:
-    """Return what is read from a body.  AdapterError when a part of it is of another kind than the protocol has."""
+    """Call ``read``, which reads a body; raise AdapterError if a part of the body has the wrong type."""
     try:
         return read()
     except (TypeError, AttributeError, LookupError, ValueError) as error:
-        raise AdapterError(400, f"A part of the body is not what the protocol has there: {error}.") from error
+        raise AdapterError(400, f"A part of the body does not follow the protocol: {error}.") from error
 
 
 def with_named_tools(messages: list[Message], tools: Any) -> tuple[list[Message], Any]:
-    """Return both.  TypeError when the name of a tool is no text, which parsers of calls could not find."""
+    """Return both arguments unchanged; raise TypeError if the name of a tool is not a string.
+
+    Parsers could not find the calls of such a tool.
+    """
     if tools and len(tools) > MAX_TOOLS:
         raise AdapterError(400, f"The body has {len(tools)} tools; at most {MAX_TOOLS} are shown.")
     for tool in tools or ():
         if not isinstance((tool.get("function") or {}).get("name", ""), str):
-            raise TypeError(f"a tool is {str(tool)[:200]!r}, whose name is no text")
+            raise TypeError(f"a tool is {str(tool)[:200]!r}, whose name is not a string")
     return messages, tools
 
 
 def flatten_content(content: Any) -> str:
-    """Return the text of a message's content: a string, or a list of parts; a part without text becomes a mark."""
+    """Return the text of a message's content (a string or a list of parts); non-text parts become placeholders."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -87,21 +90,19 @@ def flatten_content(content: Any) -> str:
 
 
 def tool_call_dict(name: str, arguments: Any, call_id: str | None = None) -> dict[str, Any]:
-    """Return a tool call as chat templates expect it: arguments as an object, also when they come as JSON text."""
+    """Return a tool call as chat templates expect it, with ``arguments`` (an object or JSON text) as an object."""
     function = {"name": name, "arguments": call_arguments(arguments)}
     call: dict[str, Any] = {"type": "function", "function": function}
     return {"id": call_id, **call} if call_id else call
 
 
 def manager_finish_reason(tool_uses: Sequence[Any] | None, raw_finish: str) -> str:
-    """Return ``tool_calls`` for a turn that called a tool, also where it was cut after the call; else the engine's
-    reason.
-    """
+    """Return ``tool_calls`` if the turn called a tool, even if it was cut after the call; else the engine's reason."""
     return "tool_calls" if tool_uses else raw_finish
 
 
 def sid_from_bearer(request: web.BaseRequest) -> str | None:
-    """Return the session named by the header ``Authorization: Bearer``; agents send their API key there."""
+    """Return the session named by the header ``Authorization: Bearer``, in which agents send their API key."""
     kind, _, value = request.headers.get("Authorization", "").partition(" ")
     return value.strip() or None if kind.lower() == "bearer" else None
 
@@ -114,14 +115,14 @@ def sid_from_body(body: Mapping[str, Any]) -> str | None:
     return str(found) if found else None
 
 
-# Images: out of the messages of both protocols, into the prompts of engine and trainer
+# Images: from messages of both protocols to prompts of engine and trainer
 
 
 def translate_content(content: Any, *, shows_images: bool) -> str | list[dict[str, Any]]:
-    """Return a message's content as chat templates take it: text, or a list of parts where there are images.
+    """Return a message's content as chat templates expect it: text, or a list of parts if there are images.
 
     Args:
-        shows_images: the model sees images; for one that does not, each becomes a mark in the text.
+        shows_images: Whether the model accepts images; if not, each image becomes a text placeholder.
 
     Raises:
         AdapterError: an image is neither inline nor at a web address.
@@ -150,14 +151,14 @@ def _source(part: Mapping[str, Any]) -> str:
         holder = part.get("source") or {}
         inline = f"data:{holder.get('media_type', 'image/png')};base64,{holder.get('data')}"
         source = holder.get("url") if holder.get("type") == "url" else inline
-    # A path would be one of this machine's files.
+    # Refuse paths: they would read files of this machine.
     if not isinstance(source, str) or not source.startswith(("data:", "http://", "https://")):
         raise AdapterError(400, f"An image is {str(source)[:80]!r}; it must be a data: or a web address.")
     return source
 
 
 def text_of(messages: Sequence[Message], tools: Any) -> str:
-    """Return the messages and tools as JSON, each image as a mark."""
+    """Return the messages and tools as JSON, without image data."""
 
     def unseen(value: Any) -> Any:
         if isinstance(value, dict):
@@ -168,7 +169,7 @@ def text_of(messages: Sequence[Message], tools: Any) -> str:
 
 
 class PromptEncoder:
-    """Encode texts that messages were rendered as; ``pictures`` are those of the last prompt."""
+    """Encodes rendered messages; ``pictures`` holds the images of the last prompt."""
 
     def __init__(self, tokenizer: Any, processor: Any, known: Sequence[Pictures] = ()) -> None:
         self._tokenizer, self._processor = tokenizer, processor
@@ -176,7 +177,7 @@ class PromptEncoder:
         self.pictures: list[Pictures] = []
 
     def __call__(self, text: str, messages: Sequence[Message], *, continues: bool = False) -> list[int]:
-        """Return the ids of ``text``, which shows ``messages``; with ``continues`` after those that are known."""
+        """Return the ids of ``text``, rendered from ``messages``; ``continues`` means it follows the known prefix."""
         self.pictures = list(self._known) if continues else []
         media = None if self._processor is None else process_vision_info(messages, self._processor)
         if media is None or not media["images"]:
@@ -192,11 +193,11 @@ _STREAM = web.RequestKey("slime_event_stream", web.StreamResponse)
 
 
 class EventStream:
-    """Events of one protocol.
+    """Server-sent events in the format of one protocol.
 
     Args:
-        named: each event has a line with its type (Anthropic), not only data (OpenAI).
-        keep_alive: an event to send while the engine works; None sends a comment, which clients skip.
+        named: Whether each event has a line with its type (Anthropic) besides its data (OpenAI).
+        keep_alive: Event to send while the engine works; None sends a comment, which clients ignore.
     """
 
     def __init__(self, *, named: bool, keep_alive: dict[str, Any] | None = None) -> None:
@@ -205,11 +206,11 @@ class EventStream:
 
     @staticmethod
     def of(request: web.BaseRequest) -> web.StreamResponse | None:
-        """Return the stream of ``request``, when it has begun."""
+        """Return the stream of ``request``, or None if it has not begun."""
         return request.get(_STREAM)
 
     async def begin(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Return the stream of ``request``, and begin it when it has not begun."""
+        """Return the stream of ``request``, beginning it if necessary."""
         stream = self.of(request)
         if stream is None:
             headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -238,5 +239,5 @@ class EventStream:
 
 
 def pieces(text: str, size: int = 512) -> list[str]:
-    """Cut ``text`` into deltas of a stream."""
+    """Split ``text`` into stream deltas of ``size`` characters."""
     return [text[start : start + size] for start in range(0, len(text), size)]

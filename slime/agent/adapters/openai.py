@@ -1,4 +1,4 @@
-"""OpenAI's chat completions."""
+"""The adapter for OpenAI's chat completions API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sessions of an adapter: who may draw a turn, and how the turns in flight end."""
+"""Sessions of an adapter: admission of turns, and shutdown with turns in flight."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ _RANGES = {
     "presence_penalty": (-2.0, 2.0),
     "top_k": (-1, 2**31 - 1),
 }
-"""Least and largest value of each sampling parameter of a request; between whole numbers only whole ones."""
+"""(minimum, maximum) of each sampling parameter of a request; integer bounds accept integers only."""
 MAX_NEW_TOKENS = 2**31 - 1
 MAX_STOPS, MAX_STOP_CHARS = 32, 1024
 POLL_S = 0.05
 CANCEL_WAIT_S = 5.0
-"""For a cancelled request to send its error."""
+"""Seconds for cancelled requests to send their errors."""
 REMEMBERED_CLOSED = 100_000
-"""Closed sessions whose late requests are told apart from those of new sessions."""
+"""Number of closed sessions to remember, so that late requests to them get 503 instead of 401."""
 
 
 class AdapterError(Exception):
-    """A request that gets an error as its answer, in the words of the protocol."""
+    """An error to be sent as the answer to a request, in the protocol's format."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, may_retry: bool = True) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
-        """A finer name of the error, where the protocol has one."""
+        """More specific error code, for protocols that have one."""
         self.may_retry = may_retry
-        """False tells the official clients not to try the same again."""
+        """False tells the official clients not to retry."""
 
 
 @dataclass(kw_only=True)
 class Session:
-    """One agent's conversation, or its several ones."""
+    """One or more conversations of one agent."""
 
     sid: str = ""
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     sampling_overrides: dict[str, Any] = field(default_factory=dict)
     max_context_tokens: int = 0
-    """Prompt and response of a turn together; 0: the engine's own limit."""
+    """Maximum tokens of prompt and response of a turn together; 0: the engine's limit."""
     num_turns: int = 0
-    """Turns begun, those in flight included."""
+    """Turns begun, including those in flight."""
     is_closed: bool = False
     hit_context_limit: bool = False
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a thread reads a request, so that one session keeps one thread busy."""
+    """Held while a thread reads a request, so that a session occupies at most one thread."""
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def sampling_params(
@@ -66,8 +66,11 @@ class Session:
     ) -> dict[str, Any]:
         """Merge the session's defaults, the request's parameters and the session's overrides, in this order.
 
+        Two parameters are combined instead: ``max_new_tokens`` is the smallest of all limits, and the request's stop
+        strings are added to the default ones.
+
         Raises:
-            AdapterError: a parameter is of another type or out of its range, or the prompt leaves no room (400).
+            AdapterError: a parameter has the wrong type or is out of range, or the prompt leaves no room (400).
         """
         params = dict(self.sampling_defaults)
         params |= {key: _in_range(key, body[key]) for key in _RANGES if body.get(key) is not None}
@@ -88,7 +91,7 @@ class Session:
             room = self.max_context_tokens - num_prompt
             if room <= 0:
                 self.hit_context_limit = True
-                # In the words that agents look for to compact their history.
+                # Agents look for this wording to compact their history.
                 message = f"prompt is too long: {num_prompt} tokens > {self.max_context_tokens} maximum"
                 raise AdapterError(400, message, code="context_length_exceeded")
             params["max_new_tokens"] = min(params["max_new_tokens"], room)
@@ -96,7 +99,7 @@ class Session:
 
 
 class SessionBook:
-    """The sessions of one adapter.  Invariant: an id is open, closed or unknown; a closed one may open again."""
+    """The sessions of one adapter.  Invariant: an id is open, closed or unknown; a closed id may be opened again."""
 
     def __init__(self, max_turns_per_sid: int | None = None) -> None:
         self.max_turns_per_sid = max_turns_per_sid
@@ -108,7 +111,7 @@ class SessionBook:
         return len(self._open)
 
     def add(self, session: Session) -> None:
-        """Open a session.  ValueError while one of its id is open."""
+        """Open a session; raise ValueError if its id is already open."""
         with self._lock:
             if session.sid in self._open:
                 raise ValueError(f"Session {session.sid!r} is open already; finish or drop it before it opens again.")
@@ -116,15 +119,15 @@ class SessionBook:
             self._open[session.sid] = session
 
     def admit(self, sid: str) -> Session:
-        """Count one more turn of the session and return it.
+        """Count a new turn of the session, and return the session.
 
         Raises:
-            AdapterError: the job did not open the session (401); it is closed (503) or has used its turns (429).
+            AdapterError: the session was not opened by the job (401), is closed (503) or has used its turns (429).
         """
         with self._lock:
             session = self._open.get(sid)
             if session is None and sid not in self._closed:
-                message = "The API key of a request names its session; the job opened none of that name."
+                message = "The API key of a request names its session, and the job has not opened this session."
                 raise AdapterError(401, message, code="invalid_api_key", may_retry=False)
             if session is None or session.is_closed:
                 raise AdapterError(503, f"Session {sid!r} is closed.", may_retry=False)
@@ -135,7 +138,7 @@ class SessionBook:
             return session
 
     async def shut(self, sid: str, wait_timeout: float) -> Session | None:
-        """Refuse further requests of ``sid``, wait for those in flight, cancel what is left; None: it is not open."""
+        """Refuse further requests, wait for those in flight, cancel the rest; return None if ``sid`` is not open."""
         session = self._open.get(sid)
         if session is None:
             return None
@@ -158,7 +161,7 @@ class SessionBook:
         return session
 
     async def close(self, sid: str, wait_timeout: float) -> Session | None:
-        """Shut and forget the session; the second caller gets None."""
+        """Shut and remove the session; return None if another caller already did."""
         with self._lock:
             if sid not in self._open or sid in self._closed:
                 return None

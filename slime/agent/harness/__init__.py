@@ -1,6 +1,6 @@
-"""Agent programs: how each is installed in a sandbox, pointed at an adapter, and started.
+"""Harnesses of agent programs: install each in a sandbox, point it at an adapter, and start it.
 
-``common`` has what they share; a class here is one program.
+Each class here is one program; ``common`` has the shared parts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from slime.agent.sandbox.protocol import AGENT_USER
 __all__ = ["BaseHarness", "ClaudeCodeHarness", "CodexHarness", "HarnessContext"]
 
 KEY_VARIABLE = "SLIME_SESSION"
-"""Environment variable from which Codex takes the key of its provider."""
+"""Environment variable from which Codex reads its provider's API key."""
 
 
 class ClaudeCodeHarness(NpmHarness):
-    """The harness of Claude Code (``claude -p``), behind the Anthropic adapter; settings ``SLIME_AGENT_CC_*``."""
+    """Claude Code (``claude -p``) with the Anthropic adapter; settings ``SLIME_AGENT_CC_*``."""
 
     name = "claude-code"
     setting = "CC"
@@ -26,20 +26,20 @@ class ClaudeCodeHarness(NpmHarness):
     check_cmd = "claude --version"
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
-        """Write settings that answer the questions of a first start."""
+        """Write settings that skip the dialogs of a first start."""
         state = {"hasCompletedOnboarding": True, "bypassPermissionsModeAccepted": True}
         await sb.write_file(f"{HOME}/.claude.json", json.dumps(state), user=AGENT_USER)
         settings = {"includeCoAuthoredBy": False, "cleanupPeriodDays": 1}
         await sb.write_file(f"{HOME}/.claude/settings.json", json.dumps(settings), user=AGENT_USER)
 
     def environment(self, ctx: HarnessContext) -> dict[str, str]:
-        """Return variables that point it at the adapter and turn off everything that talks to other servers."""
+        """Return variables that point it at the adapter and turn off connections to other servers."""
         return {
             "ANTHROPIC_BASE_URL": ctx.adapter_url,
             "ANTHROPIC_AUTH_TOKEN": ctx.session_id,
             "ANTHROPIC_MODEL": ctx.model_label,
             "ANTHROPIC_SMALL_FAST_MODEL": ctx.model_label,
-            # Its billing header changes the system prompt at every request: no turn would continue the one before.
+            # Its billing header changes the system prompt in every request: no turn would continue the previous one.
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_AUTOUPDATER": "1",
@@ -51,9 +51,9 @@ class ClaudeCodeHarness(NpmHarness):
 
 
 class CodexHarness(NpmHarness):
-    """The harness of Codex (``codex exec``), behind the OpenAI adapter; settings ``SLIME_AGENT_CODEX_*``.
+    """Codex (``codex exec``) with the OpenAI adapter; settings ``SLIME_AGENT_CODEX_*``.
 
-    The version must be one that offers ``wire_api = "chat"``.
+    Needs a version that supports ``wire_api = "chat"``.
     """
 
     name = "codex"
@@ -62,7 +62,7 @@ class CodexHarness(NpmHarness):
     check_cmd = "codex --version"
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
-        """Write a configuration whose provider is the adapter."""
+        """Write a configuration with the adapter as provider."""
         lines = [
             f"model = {json.dumps(ctx.model_label)}",
             'model_provider = "slime"',

@@ -1,4 +1,4 @@
-"""The base class of harnesses, and the steps they share: install Node and a command from npm, run the agent."""
+"""The base class of harnesses, and shared steps: install Node, install a command from npm, run the agent."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ MODEL_LABEL = "slime-actor"
 
 
 class SingletonABCMeta(SingletonMeta, ABCMeta):
-    """Metaclass of abstract classes whose concrete subclasses have one instance per process."""
+    """Metaclass for abstract classes whose concrete subclasses have one instance per process."""
 
 
 async def install_node22(sb: Sandbox, node_runtime: Path | None = None) -> None:
-    """Install Node 22, unless the sandbox has it.
+    """Install Node 22, unless the sandbox has Node 22 or later.
 
     Args:
-        node_runtime: Node's tarball on this machine; by default the file that ``SLIME_AGENT_NODE_TARBALL`` names.
+        node_runtime: Node's tarball on this machine; defaults to the file named by ``SLIME_AGENT_NODE_TARBALL``.
 
     Raises:
-        ConfigError: the image has no Node of version 22 and there is no tarball.
+        ConfigError: the image has no Node 22 or later, and there is no tarball.
     """
     check = (
         f'export PATH="{NODE_PATH}"; node -e "process.exit(+process.versions.node.split(\\".\\")[0] >= 22 ? 0 : 1)"'
@@ -46,7 +46,7 @@ async def install_node22(sb: Sandbox, node_runtime: Path | None = None) -> None:
     tarball = Path(node_runtime) if node_runtime else _tarball("NODE_TARBALL")
     if tarball is None:
         raise ConfigError(
-            "The sandbox's image has no Node 22. Put it into the image, or set SLIME_AGENT_NODE_TARBALL to the "
+            "The sandbox's image has no Node 22. Install it in the image, or set SLIME_AGENT_NODE_TARBALL to the "
             ".tar.gz or .tar.xz of nodejs.org for its platform."
         )
     await sb.write_file("/tmp/node22.tar", tarball)
@@ -58,11 +58,11 @@ async def install_node22(sb: Sandbox, node_runtime: Path | None = None) -> None:
 async def install_npm_cli(
     sb: Sandbox, *, node_runtime: Path | None = None, npm_package: str | Path, check_cmd: str
 ) -> None:
-    """Install a command from npm, unless ``check_cmd`` succeeds already.
+    """Install a command from npm, unless ``check_cmd`` already succeeds.
 
     Args:
-        node_runtime: Node's tarball on this machine, see ``install_node22``.
-        npm_package: a tarball of this machine (for sandboxes without network), or a package's name.
+        node_runtime: Node's tarball on this machine; see ``install_node22``.
+        npm_package: A package name, or a tarball on this machine for sandboxes without network.
     """
     check = f'export PATH="{NODE_PATH}"; {check_cmd}'
     if await _succeeds(sb, check):
@@ -88,7 +88,7 @@ async def run_agent(
     tag: str = "agent",
     user: str = AGENT_USER,
 ) -> int:
-    """Run an agent's command to its end; its exit code, or ``EXIT_TIME_BUDGET_EXCEEDED``."""
+    """Run an agent's command until it ends; return its exit code, or ``EXIT_TIME_BUDGET_EXCEEDED``."""
     code, output = await exec_and_wait(
         sb,
         cmd=f'export PATH="{NODE_PATH}"; {start_cmd}',
@@ -109,10 +109,10 @@ async def _succeeds(sb: Sandbox, cmd: str) -> bool:
 
 
 def extra_envs(name: str) -> dict[str, str]:
-    """Return the variables of ``SLIME_AGENT_<name>``, a JSON object such as ``{"A": "1"}``.
+    """Return the variables in ``SLIME_AGENT_<name>``, a JSON object such as ``{"A": "1"}``.
 
     Raises:
-        ConfigError: it is no JSON object.
+        ConfigError: the value is not a JSON object.
     """
     text = agent_setting(name) or "{}"
     try:
@@ -130,7 +130,7 @@ def _tarball(name: str) -> Path | None:
         return None
     path = Path(text)
     if not path.is_file():
-        raise ConfigError(f"SLIME_AGENT_{name} is {text!r}, which is not a file of this machine.")
+        raise ConfigError(f"SLIME_AGENT_{name} is {text!r}, which is not a file on this machine.")
     return path
 
 
@@ -142,23 +142,23 @@ class HarnessContext:
     """Arguments of one run of an agent program."""
 
     workdir: str
-    """The folder it works in."""
+    """The program's working directory."""
     session_id: str
-    """Sent as its API key, by which the adapter knows its turns."""
+    """Sent as API key, by which the adapter recognizes the program's turns."""
     adapter_url: str
     """``http://host:port`` of the adapter, as the sandbox reaches it."""
     model_label: str = MODEL_LABEL
-    """The model's name in requests and logs; the adapter serves one model whatever the name."""
+    """Model name in requests and logs; the adapter ignores it and serves one model."""
 
 
 class BaseHarness(metaclass=SingletonABCMeta):
-    """Installs, configures and runs one agent program.  Subclasses hold no state: one serves all sandboxes."""
+    """Installs, configures and runs one agent program.  Subclasses are stateless: one object serves all sandboxes."""
 
     name: str = "harness"
 
     @abstractmethod
     async def install_cli(self, sb: Sandbox) -> None:
-        """Put the program into the sandbox; return at once when it is there."""
+        """Install the program in the sandbox, unless it is already there."""
 
     @abstractmethod
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
@@ -166,7 +166,7 @@ class BaseHarness(metaclass=SingletonABCMeta):
 
     @abstractmethod
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
-        """Give the program its task and wait for its end; its exit code."""
+        """Run the program on ``prompt`` until it ends; return its exit code."""
 
     async def run(
         self,
@@ -178,11 +178,11 @@ class BaseHarness(metaclass=SingletonABCMeta):
         time_budget_sec: float,
         prompt: str,
     ) -> int:
-        """Install, configure and run; the exit code, or ``EXIT_TIME_BUDGET_EXCEEDED``.
+        """Install, configure and run the program; return its exit code, or ``EXIT_TIME_BUDGET_EXCEEDED``.
 
         Args:
-            workdir: the folder the agent works in; it comes to belong to the user ``agent``.
-            time_budget_sec: for the agent alone; installation has deadlines of its own.
+            workdir: The agent's working directory; its owner becomes the user ``agent``.
+            time_budget_sec: Time limit of the agent; installation has separate deadlines.
         """
         ctx = HarnessContext(workdir=workdir, session_id=session_id, adapter_url=adapter_url.rstrip("/"))
         await ensure_agent_user(sb, workdir)
@@ -197,14 +197,14 @@ class NpmHarness(BaseHarness):
     """The harness of a program from npm.
 
     Its settings are ``SLIME_AGENT_<setting>_TARBALL``, an npm tarball for sandboxes without network, and
-    ``SLIME_AGENT_<setting>_EXTRA_ARGS`` and ``..._EXTRA_ENVS``, added to its command and environment.
+    ``SLIME_AGENT_<setting>_EXTRA_ARGS`` and ``..._EXTRA_ENVS``, which are added to its command and environment.
     """
 
     setting: str
-    """The part of the settings' names that is the program's."""
+    """The program's part of the setting names."""
     npm_package: str
     check_cmd: str
-    """Succeeds when the program is installed."""
+    """A command that succeeds if the program is installed."""
 
     @abstractmethod
     def environment(self, ctx: HarnessContext) -> dict[str, str]:
@@ -212,15 +212,15 @@ class NpmHarness(BaseHarness):
 
     @abstractmethod
     def start_cmd(self, extra_args: str) -> str:
-        """Return the command; the prompt is its standard input."""
+        """Return the command, which reads the prompt from standard input."""
 
     async def install_cli(self, sb: Sandbox) -> None:
-        """Install Node and the package, unless the program runs already."""
+        """Install Node and the package, unless the program already runs."""
         package = _tarball(f"{self.setting}_TARBALL") or self.npm_package
         await install_npm_cli(sb, npm_package=package, check_cmd=self.check_cmd)
 
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
-        """Run the program with the prompt from a file, so that no shell reads it."""
+        """Run the program with the prompt from a file, so that no shell parses it."""
         prompt_file = f"{HOME}/.slime-prompt"
         await sb.write_file(prompt_file, prompt, user=AGENT_USER)
         extra_args = shlex.join(shlex.split(agent_setting(f"{self.setting}_EXTRA_ARGS") or ""))

@@ -1,5 +1,7 @@
-"""Daytona as a sandbox.  The package ``daytona`` is imported when a sandbox starts; it reads ``DAYTONA_API_KEY``,
-``DAYTONA_API_URL`` and ``DAYTONA_TARGET``.
+"""Sandboxes of Daytona.
+
+The package ``daytona`` is imported when a sandbox starts; it reads ``DAYTONA_API_KEY``, ``DAYTONA_API_URL`` and
+``DAYTONA_TARGET``.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from slime.utils.errors import ConfigError
 
 
 class DaytonaSandbox(hosted.HostedSandbox):
-    """A sandbox of Daytona, made from an image of a registry, whose programs run as root where nothing else is asked.
+    """A sandbox of Daytona, created from a registry image or a snapshot.  Programs run as root by default.
 
     Args:
-        image: name of the image, or of a snapshot.
-        timeout: see ``HostedSandbox``; so is ``rpc_retries``.
-        is_snapshot: whether ``image`` names one.
+        image: Name of the image or snapshot.
+        timeout, rpc_retries: See ``HostedSandbox``.
+        is_snapshot: Whether ``image`` is the name of a snapshot.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class DaytonaSandbox(hosted.HostedSandbox):
     ) -> ExecResult:
         box = self._entered()
         words = ["bash", "-c", cmd] if user == "root" else ["su", user, "-s", "/bin/bash", "-c", cmd]
-        # The service gives one text: errors follow behind a mark.
+        # The service returns a single text, so standard error is appended after a mark.
         mark = uuid.uuid4().hex
         errors = f"/tmp/slime-errors-{mark}"
         line = f"{shlex.join(words)} 2> {errors}; code=$?; printf {mark}; cat {errors}; rm -f {errors}; exit $code"
@@ -94,7 +96,7 @@ class DaytonaSandbox(hosted.HostedSandbox):
             try:
                 done = await box.process.exec(line, env=dict(env or {}), timeout=math.ceil(timeout))
             except Exception as error:
-                if type(error).__name__ == "DaytonaProcessExecutionTimeoutError":  # not again: it had its time
+                if type(error).__name__ == "DaytonaProcessExecutionTimeoutError":  # no retry: it used up its time
                     raise SandboxError(f"A command did not end within {timeout:g} s: {cmd[:300]!r}.") from error
                 raise
             out, _, err = done.result.partition(mark)
@@ -109,13 +111,13 @@ class DaytonaSandbox(hosted.HostedSandbox):
         data = data.encode() if isinstance(data, str) else data
         if folder := posixpath.dirname(path):
             await self.exec(f"mkdir -p -- {shlex.quote(folder)}", user=user, check=True)
-        deadline_s = hosted.RPC_TIMEOUT_S + len(data) / 1e6  # large tarballs: at least 1 MB/s
+        deadline_s = hosted.RPC_TIMEOUT_S + len(data) / 1e6  # allow for large tarballs at 1 MB/s
         await self._retried(f"write {path}", lambda: box.fs.upload_file(data, path), deadline_s)
         if user != "root":
             await self.exec(f"chown {shlex.quote(user)} -- {shlex.quote(path)}", check=True)
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        """Return the text of a file; "" when it does not exist."""
+        """Return the text of a file, or "" if it does not exist."""
         box = self._entered()
 
         async def read() -> str:

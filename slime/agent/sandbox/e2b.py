@@ -1,4 +1,4 @@
-"""E2B, or a compatible service, as a sandbox.  The package ``e2b`` is imported when a sandbox starts."""
+"""Sandboxes of E2B or a compatible service.  The package ``e2b`` is imported when a sandbox starts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slime.utils.errors import ConfigError
 
 
 class E2BSandbox(hosted.HostedSandbox):
-    """A sandbox of E2B, made from an image.
+    """A sandbox of E2B, created from a template or an image.
 
     Args:
-        image: E2B's template, or an image's name when ``image_metadata_key`` is set.
-        timeout: see ``HostedSandbox``; so is ``rpc_retries``.
-        image_metadata_key: for services that choose the image by an entry of the sandbox's metadata; by default
+        image: E2B template, or image name if ``image_metadata_key`` is set.
+        timeout, rpc_retries: See ``HostedSandbox``.
+        image_metadata_key: Metadata key by which the service selects the image; defaults to
             ``SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY``.
-        size: entry ``size`` of the metadata; by default ``SLIME_AGENT_E2B_SANDBOX_SIZE``.
+        size: Metadata entry ``size``; defaults to ``SLIME_AGENT_E2B_SANDBOX_SIZE``.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class E2BSandbox(hosted.HostedSandbox):
             try:
                 done = await self._entered().commands.run(cmd, user=user, envs=dict(env or {}), timeout=timeout)
             except Exception as error:
-                if type(error).__name__ == "TimeoutException":  # not again: it had its time
+                if type(error).__name__ == "TimeoutException":  # no retry: it used up its time
                     raise SandboxError(f"A command did not end within {timeout:g} s: {cmd[:300]!r}.") from error
                 if not hasattr(error, "exit_code"):
                     raise
-                done = error  # E2B raises when the code is not 0, with the fields of a result
+                done = error  # for exit codes other than 0, E2B raises an error with the fields of a result
             return ExecResult(int(done.exit_code), done.stdout or "", done.stderr or "")
 
         result = await self._retried(f"exec {cmd[:80]!r}", run, timeout + hosted.RPC_TIMEOUT_S, once=not idempotent)
@@ -93,18 +93,18 @@ class E2BSandbox(hosted.HostedSandbox):
     async def write_file(self, path: str, content: FileContent, *, user: str = "root") -> None:
         data = content.read_bytes() if isinstance(content, Path) else content
         files = self._entered().files
-        deadline_s = hosted.RPC_TIMEOUT_S + len(data) / 1e6  # large tarballs: at least 1 MB/s
+        deadline_s = hosted.RPC_TIMEOUT_S + len(data) / 1e6  # allow for large tarballs at 1 MB/s
         await self._retried(f"write {path}", lambda: files.write(path, data, user=user), deadline_s)
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        """Return the text of a file; "" when it does not exist."""
+        """Return the text of a file, or "" if it does not exist."""
         files = self._entered().files
 
         async def read() -> str:
             try:
                 return str(await files.read(path, user=user))
             except Exception as error:
-                # E2B's FileNotFoundException, in older clients NotFoundException, known by name without the package.
+                # E2B's FileNotFoundException (NotFoundException in older clients), by name to avoid importing e2b.
                 if type(error).__name__ in ("FileNotFoundException", "NotFoundException"):
                     return ""
                 raise

@@ -1,4 +1,4 @@
-"""What sandboxes of a service share: deadlines, retries of calls whose connection broke, settings by variables."""
+"""The base class of sandboxes hosted by a service: deadlines, retries, and settings from environment variables."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ T = TypeVar("T")
 DEFAULT_LIFETIME_S = 3600
 DEFAULT_RPC_RETRIES = 3
 RPC_TIMEOUT_S = 60.0
-"""Deadline of one call of the service that is not a command."""
+"""Deadline in seconds of a call to the service other than a command."""
 CREATE_TIMEOUT_S = 600.0
 RETRY_WAIT_S = 1.0
 
 
 class HostedSandbox(ABC):
-    """A sandbox of a service, made from an image.
+    """A sandbox hosted by a service, created from an image.
 
     Args:
-        image: as the service names it.
-        timeout: seconds after which the service destroys it; by default ``SLIME_AGENT_SANDBOX_LIFETIME_SEC`` or 3600.
-        rpc_retries: further attempts of a call whose connection broke; by default ``SLIME_AGENT_SANDBOX_RPC_RETRIES``
-            or 3.
+        image: Name of the image at the service.
+        timeout: Lifetime in seconds, after which the service destroys the sandbox; defaults to
+            ``SLIME_AGENT_SANDBOX_LIFETIME_SEC`` or 3600.
+        rpc_retries: Retries of a call that failed or timed out; defaults to ``SLIME_AGENT_SANDBOX_RPC_RETRIES`` or 3.
     """
 
     def __init__(self, image: str, *, timeout: float | None = None, rpc_retries: int | None = None) -> None:
@@ -51,7 +51,7 @@ class HostedSandbox(ABC):
 
     @abstractmethod
     async def _destroy(self) -> None:
-        """Have the service destroy the sandbox."""
+        """Destroy the sandbox at the service."""
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -61,7 +61,7 @@ class HostedSandbox(ABC):
         try:
             await self._retried("kill", self._destroy, RPC_TIMEOUT_S)
         except SandboxError as failure:
-            # It ends by its lifetime anyway; what the agent did must not be lost over this.
+            # Its lifetime ends it anyway; the agent's work must not be lost because of this.
             logger.warning("Sandbox %s was not destroyed: %s", self.sandbox_id, failure)
 
     def _entered(self) -> Any:
@@ -78,7 +78,7 @@ class HostedSandbox(ABC):
                 return await asyncio.wait_for(call(), timeout_s)
             except (ConfigError, SandboxError):
                 raise
-            except Exception as error:  # the services' clients have no common base of their errors
+            except Exception as error:  # the services' clients have no common error class
                 if attempt == attempts:
                     raise SandboxError(
                         f"Sandbox {self.sandbox_id or self.image}: {what} failed {attempt} time(s), each within "

@@ -1,4 +1,4 @@
-"""A sandbox on this machine: commands see the system, Python and a folder, in memory."""
+"""A sandbox on this machine, in which commands see the system, Python and an in-memory folder."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _READ = f'[ -e "$1" ] || exit {EXIT_MISSING}; exec cat -- "$1"'
 
 
 class LocalSandbox:
-    """Commands of bash in isolation on this machine; all processes and files end with it.
+    """Runs bash commands in isolation on this machine; all its processes and files end with it.
 
-    They run in ``folder``, under a user without rights, without network and without the variables of this process.
-    ``user`` is ignored.  Paths of ``write_file`` and ``read_file`` are the sandbox's; relative ones lie in ``folder``.
+    Commands run in ``folder`` as an unprivileged user, without network and without this process's environment
+    variables.  ``user`` is ignored.  ``write_file`` and ``read_file`` take paths in the sandbox, relative to
+    ``folder``.
 
     Args:
-        reach: a URL that commands reach, at ``address_of`` it.
-        is_unsafe: isolate nothing (``--unsafe-local-sandbox``).
+        reach: A URL that commands may reach, at the address given by ``address_of``.
+        is_unsafe: Isolate nothing (``--unsafe-local-sandbox``).
     """
 
     def __init__(self, *, limits: Limits | None = None, reach: str | None = None, is_unsafe: bool = False) -> None:
@@ -51,7 +52,7 @@ class LocalSandbox:
         await self._runner.__aexit__(kind, error, trace)
 
     def address_of(self, url: str) -> str:
-        """Return the URL at which commands reach that of ``reach``."""
+        """Return the URL at which commands reach ``url``, which must be that of ``reach``."""
         return url if self._runner.is_unsafe else f"http://127.0.0.1:{urlsplit(url).port}"
 
     async def exec(
@@ -64,10 +65,11 @@ class LocalSandbox:
         check: bool = False,
         idempotent: bool = True,
     ) -> ExecResult:
-        """Run a shell command in the folder and wait for its end; what it started in the background goes on.
+        """Run a shell command in ``folder`` until it ends; its background processes continue.
 
         Raises:
-            SandboxError: it passed ``timeout`` or another limit, and was killed with what it started.
+            SandboxError: the command exceeded ``timeout`` or another limit and was killed with its children, or
+                ``check`` is set and its exit code is not 0.
         """
         ended = await self._run(["bash", "-c", cmd], repr(cmd[:300]), env=env, timeout_s=timeout)
         code = ended.code if ended.code >= 0 else 128 - ended.code
@@ -75,7 +77,7 @@ class LocalSandbox:
         return checked(result, cmd, check)
 
     async def write_file(self, path: str, content: FileContent, *, user: str = "root") -> None:
-        """Write a file; folders on the way are made."""
+        """Write a file, creating its parent folders."""
         data = await asyncio.to_thread(content.read_bytes) if isinstance(content, Path) else content
         stdin = data.encode() if isinstance(data, str) else data
         ended = await self._run(["bash", "-c", _WRITE, "write", str(path)], f"write {path}", stdin=stdin)
@@ -83,7 +85,7 @@ class LocalSandbox:
             raise SandboxError(f"{path} cannot be written: {ended.err.decode(errors='replace').strip()[-300:]}.")
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        """Return the text of a file; "" when it does not exist."""
+        """Return the text of a file, or "" if it does not exist."""
         ended = await self._run(["bash", "-c", _READ, "read", str(path)], f"read {path}")
         if ended.code == EXIT_MISSING:
             return ""

@@ -1,4 +1,4 @@
-"""The protocol of sandboxes, and commands in one that outlive a connection."""
+"""The protocol of sandboxes, and long-running commands that outlive a connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, Self, runtime_checkable
 from slime.utils.errors import ProcessError
 
 FileContent = str | bytes | Path
-"""Text, bytes, or a file of this machine whose bytes are meant."""
+"""Text, bytes, or the path of a file on this machine."""
 
 
 class ExecResult(NamedTuple):
@@ -28,16 +28,16 @@ class ExecResult(NamedTuple):
 
 
 class SandboxError(ProcessError):
-    """The sandbox cannot be reached, or a command that had to succeed did not."""
+    """The sandbox cannot be reached, or a command that had to succeed failed."""
 
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """A machine of its own, from ``async with`` to its end."""
+    """A separate machine, which exists for the duration of ``async with``."""
 
     @property
     def sandbox_id(self) -> str:
-        """Names the sandbox in logs; empty before it is entered."""
+        """Name of the sandbox in logs; empty before it is entered."""
 
     async def __aenter__(self) -> Self:
         """Start it."""
@@ -57,49 +57,51 @@ class Sandbox(Protocol):
         check: bool = False,
         idempotent: bool = True,
     ) -> tuple[int, str, str]:
-        """Run a shell command; returns ``(exit code, output, errors)``, plain or as an ``ExecResult``.
+        """Run a shell command; return ``(exit code, stdout, stderr)``, as a plain tuple or an ``ExecResult``.
 
         Args:
-            idempotent: whether it may be sent again when the connection broke.
+            timeout: Seconds until the command fails.
+            check: Raise an error if the exit code is not 0.
+            idempotent: Whether the command may be sent again after a broken connection.
 
         Raises:
-            SandboxError: the sandbox did not answer in time, or ``check`` and the exit code is not 0.
+            SandboxError: the sandbox did not answer in time, or ``check`` is set and the exit code is not 0.
         """
 
     async def write_file(self, path: str, content: FileContent, *, user: str = "root") -> None:
-        """Write a file; folders on the way are made."""
+        """Write a file, creating its parent folders."""
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        """Return the text of a file; "" when it does not exist."""
+        """Return the text of a file, or "" if it does not exist."""
 
 
 def checked(result: ExecResult, cmd: str, check: bool) -> ExecResult:
-    """Return ``result``, or raise SandboxError when ``check`` is set and the command failed."""
+    """Return ``result``, or raise SandboxError if ``check`` is set and the command failed."""
     if check and result.code != 0:
         output = (result.err or result.out).strip()[-1000:]
         raise SandboxError(f"A command ended with code {result.code}: {cmd[:300]!r} said {output!r}.")
     return result
 
 
-# Long commands: a connection lives shorter than an agent, so a job is started and then polled
+# Long-running commands: an agent outlives a connection, so a job is started in the background and polled
 
 
 logger = logging.getLogger(__name__)
 
 EXIT_TIME_BUDGET_EXCEEDED = -1
-"""Code of a job that was ended because its time was up."""
+"""Exit code of a job that was killed because its time was up."""
 EXIT_UNKNOWN = 1
-"""Code of a job that wrote over its own."""
+"""Exit code of a job that overwrote its exit code file."""
 AGENT_USER = "agent"
 POLL_FIRST_S, POLL_LAST_S = 0.2, 5.0
 POLL_TIMEOUT_S = 60.0
 MAX_LOST_POLLS = 5
-"""Polls in a row that may fail before the sandbox counts as gone."""
+"""Consecutive failed polls after which the sandbox counts as gone."""
 MAX_OUTPUT_BYTES = 10_000_000
 FAILED_OUTPUT_BYTES = 4000
-"""Kept of a failed job's output when nobody asked for it."""
+"""Bytes of a failed job's output that are returned without ``want_output``."""
 SPAWN_CHECK_S = 1.0
-"""For a job whose start got no answer to show that it runs."""
+"""Seconds after which a job whose start was not answered must show that it runs."""
 
 
 async def exec_and_wait(
@@ -114,18 +116,20 @@ async def exec_and_wait(
     out_file: str | None = None,
     want_output: bool = False,
 ) -> tuple[int, str]:
-    """Run ``cmd`` detached and wait for its end; returns ``(exit code, output)``.
+    """Run ``cmd`` in the background and wait for its end; return ``(exit code, output)``.
 
     Args:
-        time_budget_sec: then the job and its children are killed, and the code is ``EXIT_TIME_BUDGET_EXCEEDED``.
-        tag: names the job's files; two jobs at a time need two tags.
-        out_file: gets standard output and error; by default a file in /tmp.
-        want_output: give the end of that file; else "", or a few last lines when the job failed.
+        time_budget_sec: Time after which the job and its children are killed, and the exit code is
+            ``EXIT_TIME_BUDGET_EXCEEDED``.
+        tag: Part of the names of the job's files.
+        out_file: File for standard output and error; defaults to a file in /tmp.
+        want_output: Return the last ``MAX_OUTPUT_BYTES`` of that file.  Otherwise the output is "" for exit code 0,
+            and the last ``FAILED_OUTPUT_BYTES`` for a failed job.
 
     Raises:
         SandboxError: the sandbox is gone.
     """
-    # A name that no other job had: what is under it was written by this one.
+    # A unique name, so that only this job has written the files.
     stem = f"/tmp/slime-job-{tag}-{uuid.uuid4().hex[:8]}"
     out_file = out_file or f"{stem}.out"
     script, code_file, group_file = f"{stem}.sh", f"{stem}.code", f"{stem}.pgid"
@@ -134,7 +138,7 @@ async def exec_and_wait(
     await sb.write_file(script, "\n".join([*lines, cmd, ""]), user=user)
     wrapper = f"bash {script} > {shlex.quote(out_file)} 2>&1 < /dev/null; echo $? > {code_file}.tmp; "
     wrapper += f"mv {code_file}.tmp {code_file}"
-    # setsid makes the job a process group of its own, which can be killed as a whole.
+    # setsid puts the job in a separate process group, which can be killed as a whole.
     start = f"setsid bash -c {shlex.quote(f'echo $$ > {group_file}; {wrapper}')} > /dev/null 2>&1 < /dev/null &"
     await _spawn(sb, start, group_file, user)
     deadline = time.monotonic() + time_budget_sec
@@ -158,7 +162,7 @@ async def exec_and_wait(
 
 
 async def _spawn(sb: Sandbox, start: str, group_file: str, user: str) -> None:
-    """Start a job once.  When the answer is lost, look whether it runs; a second start would be a second job."""
+    """Start a job once.  If the answer is lost, check whether it runs: a second start would be a second job."""
     try:
         await sb.exec(start, user=user, timeout=POLL_TIMEOUT_S, check=True, idempotent=False)
     except SandboxError as error:
@@ -176,7 +180,7 @@ async def _wait_for_code(sb: Sandbox, code_file: str, user: str, deadline: float
             _, said, _ = await sb.exec(f"cat {code_file} 2> /dev/null || true", user=user, timeout=POLL_TIMEOUT_S)
             lost = 0
             if code := said.strip():
-                # What is no exit status was written there by the job itself.
+                # Anything but an exit status was written there by the job itself.
                 return int(code) if re.fullmatch("[0-9]{1,3}", code) else EXIT_UNKNOWN
         except SandboxError as error:
             lost += 1
@@ -191,10 +195,10 @@ async def _wait_for_code(sb: Sandbox, code_file: str, user: str, deadline: float
 
 
 async def ensure_agent_user(sb: Sandbox, workdir: str) -> None:
-    """Make the user ``agent``, to whom ``workdir`` belongs: agents refuse to work unasked as root."""
+    """Create the user ``agent`` as owner of ``workdir``: agents refuse to work as root without confirmation."""
     folder = shlex.quote(workdir)
     make = f"id -u {AGENT_USER} > /dev/null 2>&1 || useradd -m -s /bin/bash {AGENT_USER}"
-    # git refuses to work in another user's folder.
+    # git refuses to work in a folder of another user.
     own = f"mkdir -p {folder} && chown -R {AGENT_USER} {folder}"
     trust = f"(command -v git > /dev/null && git config --system --add safe.directory {folder}) || true"
     await sb.exec(f"{make}; {own}; {trust}", user="root", timeout=300, check=True)

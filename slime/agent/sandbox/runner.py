@@ -1,4 +1,4 @@
-"""Programs in isolation from this machine and from each other's runs."""
+"""Runs programs isolated from this machine and from the programs of other runners."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ from slime.isolation.view import isolated_command, processes_can_be_limited, uns
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-"""For the first process in isolation to answer, on a machine with busy cores."""
+"""Seconds for the first isolated process to answer, on a machine with busy cores."""
 KILL_WAIT_S = 10.0
-"""For the kernel to end what was killed."""
+"""Seconds for the kernel to end killed processes."""
 CONNECT_TIMEOUT_S = 10.0
 MAX_MESSAGE_BYTES = 100_000
-"""Of a command with its variables; the kernel starts no program with a longer argument either."""
+"""Maximum size of a command with its environment; the kernel does not accept longer arguments either."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds of all programs of a runner together; ``cpu_s`` and ``output_bytes`` of each."""
+    """Limits for all programs of a runner together; ``cpu_s`` and ``output_bytes`` apply to each program."""
 
     memory_mib: int = 4096
     disk_mib: int = 1024
     processes: int = 256
     cpu_s: int = 3600
     output_bytes: int = 16 << 20
-    """Of standard output, and of standard error; what a program prints is read no further, and it is killed."""
+    """Limit for standard output and for standard error; a program that prints more is killed."""
 
 
 class Ended(NamedTuple):
     """The end of a program."""
 
     code: int
-    """Its exit status; -N when signal N ended it."""
+    """Exit status; -N if signal N ended the program."""
     out: bytes
     err: bytes
     reason: str
-    """The bound that ended it; else empty."""
+    """The limit that ended the program; empty if none did."""
 
 
 class IsolatedRunner:
-    """Runs programs where they see the system, Python, and an empty folder; everything ends with ``async with``.
+    """Runs programs that see only the system, Python and an initially empty folder; all end with ``async with``.
 
-    No file, process, variable or address of this machine is in their reach.  They may leave processes and files
-    behind for the runner's next programs.
+    Programs cannot reach this machine's other files, processes, environment variables or network addresses.  They may
+    leave processes and files behind for the runner's next programs.
 
     Args:
-        reach: a URL of this machine that programs reach as http://127.0.0.1 with its port.
-        is_unsafe: isolate nothing; bounds, and the end of all processes, stay.
+        reach: A URL that programs reach as http://127.0.0.1 with the same port.
+        is_unsafe: Isolate nothing; limits still apply, and all processes still end with the runner.
     """
 
     def __init__(self, limits: Limits | None = None, *, reach: str | None = None, is_unsafe: bool = False) -> None:
@@ -75,11 +75,11 @@ class IsolatedRunner:
         self._relayed: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        """Start the first process in isolation.
+        """Start the first isolated process.
 
         Raises:
             ConfigError: this machine cannot isolate programs.
-            SandboxError: it did not start.
+            SandboxError: the process did not start.
         """
         if self.is_unsafe:
             self.folder = Path(tempfile.mkdtemp(prefix="slime-sandbox-"))
@@ -132,16 +132,16 @@ class IsolatedRunner:
         env: Mapping[str, str] | None = None,
         limits: Mapping[str, int] | None = None,
     ) -> Ended:
-        """Run a program in the folder and wait for its end.  What it leaves behind lives on, unless it is killed.
+        """Run a program in the folder until it ends.  Its background processes continue, unless it is killed.
 
         Args:
-            argv: the program; None for Python code from ``stdin``, which can start no process and open no socket.
-            timeout_s: then it is killed, with all that it started.
-            limits: rlimits of this program, by their names in lower case.
+            argv: The program; None runs ``stdin`` as Python code, which cannot start processes or open sockets.
+            timeout_s: Seconds after which the program is killed with everything it started.
+            limits: rlimits of this program, by lower-case name.
 
         Raises:
             TimeoutError: the deadline passed.
-            SandboxError: the isolation ended, or the command is too long.
+            SandboxError: the sandbox has ended or was not entered, or the command is too long.
         """
         if self._control is None:
             raise SandboxError("The sandbox was not entered; use it with 'async with'.")
@@ -149,7 +149,7 @@ class IsolatedRunner:
         message = json.dumps(order).encode()
         if len(message) > MAX_MESSAGE_BYTES:
             raise SandboxError(
-                f"A command has {len(message)} bytes, {MAX_MESSAGE_BYTES} are allowed; write a file and run that."
+                f"A command has {len(message)} bytes; at most {MAX_MESSAGE_BYTES} are allowed. Put it into a file."
             )
         job, theirs = _socket_pair()
         source = _sealed_file(stdin)
@@ -184,9 +184,9 @@ class IsolatedRunner:
             if not answer.done():
                 job.shutdown(socket.SHUT_WR)  # the supervisor then kills it, and answers
                 await asyncio.wait([answer], timeout=KILL_WAIT_S)
-                if not answer.done():  # stuck in the kernel; nobody needs it any more
+                if not answer.done():  # stuck in the kernel
                     answer.cancel()
-                    logger.warning("A program in sandbox %s outlives its SIGKILL.", self.folder.name)
+                    logger.warning("A program in sandbox %s is still alive after SIGKILL.", self.folder.name)
         is_lost = answer.cancelled() or answer.exception() is not None or not answer.result()
         if is_lost and not over.done():
             raise SandboxError(f"The sandbox {self.folder.name} ended while a command ran in it.")
@@ -231,7 +231,7 @@ class IsolatedRunner:
             task.cancel()
         control, self._control = self._control, None
         if control is not None:
-            with contextlib.suppress(OSError):  # it has ended before
+            with contextlib.suppress(OSError):  # it has already ended
                 control.shutdown(socket.SHUT_RDWR)
             control.close()
         if self._process is not None:
@@ -241,7 +241,7 @@ class IsolatedRunner:
 
 
 async def _gone(process: asyncio.subprocess.Process) -> None:
-    """Wait for the end of a process whose socket was closed, and kill it when that does not come."""
+    """Wait for a process whose socket was closed to end; kill it if it does not."""
     for _ in range(2):
         try:
             await asyncio.wait_for(process.wait(), KILL_WAIT_S)
@@ -249,11 +249,11 @@ async def _gone(process: asyncio.subprocess.Process) -> None:
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-    logger.warning("Process %d of a sandbox outlives its SIGKILL.", process.pid)
+    logger.warning("Process %d of a sandbox is still alive after SIGKILL.", process.pid)
 
 
 async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
-    """Connect a program's connection with ``host``, until both sides have closed theirs."""
+    """Forward a program's connection to ``host``, until both sides have closed."""
     try:
         there, back = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_TIMEOUT_S)
     except (OSError, TimeoutError) as error:
@@ -268,7 +268,7 @@ async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hos
                 await target.drain()
             if not target.is_closing():
                 target.write_eof()
-        except ConnectionError:  # no end of a stream follows: the other side would wait for one
+        except ConnectionError:  # abort both sides: without an EOF the other side would wait
             writer.transport.abort()
             back.transport.abort()
 
@@ -289,7 +289,7 @@ class _Output:
         self.is_full = False
 
     def listen(self, over: asyncio.Future[Any]) -> None:
-        """Read from now on; ``over`` gets a result when it is too much."""
+        """Start reading; ``over`` gets a result if the output exceeds the limit."""
         self._over = over
         asyncio.get_running_loop().add_reader(self._end, self._read)
 
@@ -318,14 +318,14 @@ class _Output:
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return two ends that keep messages apart; this process does not block on the first."""
+    """Return a socket pair that preserves message boundaries; the first end is non-blocking."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.setblocking(False)
     return mine, theirs
 
 
 async def _send(control: socket.socket, message: bytes, ends: list[int], timeout_s: float) -> None:
-    """Send a message with descriptors, as soon as the supervisor has read those before it."""
+    """Send a message with file descriptors, waiting while the socket's buffer is full."""
     async with asyncio.timeout(timeout_s):
         while True:
             try:
@@ -336,7 +336,7 @@ async def _send(control: socket.socket, message: bytes, ends: list[int], timeout
 
 
 def _sealed_file(content: bytes) -> int:
-    """Return a descriptor of a file in memory that nobody can change."""
+    """Return a descriptor of a sealed, read-only file in memory."""
     end = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(end), "wb") as file:
         file.write(content)

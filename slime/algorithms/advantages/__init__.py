@@ -1,9 +1,9 @@
-"""Advantage estimators by name: what each computes, what it needs, what it is trained with.
+"""Advantage estimators by name: the function, what it requires, and the policy loss it is trained with.
 
-To add one here: a file beside the others with a function of ``AdvantageInputs`` and ``AdvantageConfig``, and a line in
-``ESTIMATORS``.  To add one without touching this tree: an ``Estimator`` anywhere on the Python path, named by its
-import path (``--advantage-estimator my_package.rloo.rloo``); docs/customization.md does it.  Whitening and what
-guides add apply to the result of any of them.
+To add one here, write a file with a function of ``AdvantageInputs`` and ``AdvantageConfig``, and add a line to
+``ESTIMATORS``.  To add one without changing slime, define an ``Estimator`` anywhere on the Python path and name it by
+its import path (``--advantage-estimator my_package.rloo.rloo``); see docs/customization.md.  Whitening and the terms
+that guides add apply to the result of every estimator.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimator:
-    """One way to turn a reward per sample into an advantage per token."""
+    """Converts a reward per sample to an advantage per token."""
 
     compute: Advantages
-    """Gives ``(advantages_N, returns_N)``, one entry per response token; knows masked tokens by ``mask_N``."""
+    """Returns ``(advantages_N, returns_N)``, one entry per response token, masked tokens included."""
     group_baseline: GroupBaseline | None = None
-    """The baseline of the rewards that ``compute`` sees; None leaves them as they are."""
+    """Baseline of the rewards that ``compute`` gets; None passes rewards unchanged."""
     policy_loss: PolicyLoss = PPO_CLIP
-    """The surrogate that the advantages go into."""
+    """Surrogate loss that uses the advantages."""
     needs_whole_responses: bool = False
-    """Tokens depend on each other, so context-parallel pieces must be gathered first; else pieces do as well."""
+    """Tokens depend on each other, so context-parallel shards of a response must be gathered first."""
     needs_values: bool = False
-    """Needs the critic's values."""
+    """Requires the critic's values."""
     needs_whitening: bool = False
-    """Makes no sense without ``--normalize-advantages``."""
+    """Requires ``--normalize-advantages``."""
     uses_kl: bool = False
-    """Takes ``--kl-coef`` times the KL from the reference off the reward of each token."""
+    """Subtracts ``--kl-coef`` times the KL from the reference from each token's reward."""
     columns: tuple[str, ...] = ()
-    """Columns of the train data that ``compute`` finds in ``AdvantageInputs.columns``."""
+    """Train data columns that ``compute`` reads from ``AdvantageInputs.columns``."""
 
 
 def _adopt(path: str, found: Any) -> Estimator:
@@ -95,7 +95,7 @@ def get_estimator(name: str) -> Estimator:
     """Return the estimator of ``--advantage-estimator``.
 
     Raises:
-        ConfigError: the name is unknown; the message lists those there are.
-        HookError: an import path does not lead to an ``Estimator``.
+        ConfigError: the name is unknown; the message lists the known names.
+        HookError: an import path does not name an ``Estimator``.
     """
     return ESTIMATORS.resolve(name)

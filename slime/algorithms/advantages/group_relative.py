@@ -1,4 +1,4 @@
-"""GRPO, GSPO, CISPO: the group-normalised reward of a sample on every one of its tokens."""
+"""GRPO, GSPO, CISPO: every token of a sample gets its group-normalized reward."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from slime.algorithms.advantages.inputs import AdvantageConfig, AdvantageInputs
 
 
 def group_relative_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> tuple[list[Tensor], list[Tensor]]:
-    """Return ``A[t] = reward``, returns likewise.  The KL gives only the shapes: a penalty belongs in the loss here.
+    """Return ``A[t] = reward`` as advantages and as returns.
 
-    Masked tokens get the value too; the reduction leaves them out.
+    The KL is used only for its shape: in these algorithms the penalty belongs in the loss.  Masked tokens get the
+    value too; the reduction ignores them.
 
     Source: GRPO with outcome supervision, arXiv:2402.03300, sec. 4.1.2.
     """

@@ -1,4 +1,4 @@
-"""Inputs of every advantage estimator."""
+"""Inputs of the advantage estimators."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from slime.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageConfig:
-    """The numbers of an estimator; each uses those it needs."""
+    """Hyperparameters of the estimators; each uses those it needs."""
 
     kl_coef: float = 0.0
     """Weight of the KL penalty in the reward; ``--kl-coef``."""
     gamma: float = 1.0
     """Discount per token; ``--gamma``."""
     lambd: float = 1.0
-    """Lambda of generalised advantage estimation; ``--lambd``."""
+    """Lambda of generalized advantage estimation; ``--lambd``."""
 
     def __post_init__(self) -> None:
         for flag, value in (("--gamma", self.gamma), ("--lambd", self.lambd)):
@@ -31,34 +31,34 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageInputs:
-    """N samples.  Every list has one [R] tensor per sample, one entry per response token; all constant."""
+    """Inputs for N samples.  Per-token lists have one [R] tensor per sample; all tensors are constant."""
 
     rewards_N: Sequence[float] | Tensor
-    """Reward of each sample, group-normalised where the estimator wants that."""
+    """Reward of each sample, relative to its group if the estimator has a ``group_baseline``."""
     kl_N: Sequence[Tensor]
-    """KL from the reference of each token, in nats; zeros when there is no penalty.  Gives the lengths."""
+    """KL from the reference per token, in nats; zeros without a penalty.  Defines the lengths R."""
     mask_N: Sequence[Tensor] | None = None
-    """1 where a token is trained; None is all of them."""
+    """1 for trained tokens; None means all are trained."""
     values_N: Sequence[Tensor] | None = None
-    """The critic's value of each token."""
+    """The critic's value per token."""
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """The columns of ``Estimator.columns``, by name; one entry for each sample, [R] where they span the response."""
+    """The columns of ``Estimator.columns`` by name; one entry per sample, [R] if the column spans the response."""
 
 
 Advantages = Callable[[AdvantageInputs, AdvantageConfig], tuple[list[Tensor], list[Tensor]]]
-"""Gives ``(advantages_N, returns_N)``, one entry per response token."""
+"""Returns ``(advantages_N, returns_N)``, one [R] tensor per sample."""
 
 
 def _is_trained(mask_N: Sequence[Tensor], like_N: Sequence[Tensor]) -> list[Tensor]:
-    """Return whether each token is trained, on the devices of ``like_N``."""
+    """Return bool masks of trained tokens, on the devices of ``like_N``."""
     return [mask.to(like.device) != 0 for mask, like in zip(mask_N, like_N, strict=True)]
 
 
 def over_trained_tokens(compute: Advantages) -> Advantages:
-    """Return ``compute`` over the trained tokens alone, as if the response had no others; the others get 0.
+    """Make ``compute`` see only the trained tokens, as if the response had no others; the others get 0.
 
-    A token that a tool wrote is no step of time: it neither discounts, nor bootstraps, nor pays the KL penalty, and
-    the last token that the policy chose gets the reward.  ``AdvantageInputs.columns`` stay as they are.
+    A tool's token is not a time step: it is not discounted, does not bootstrap and pays no KL penalty, and the reward
+    goes to the last token that the policy chose.  ``AdvantageInputs.columns`` are passed unchanged.
     """
 
     @wraps(compute)
@@ -85,7 +85,7 @@ def over_trained_tokens(compute: Advantages) -> Advantages:
 
 
 def token_rewards(inputs: AdvantageInputs, config: AdvantageConfig) -> list[Tensor]:
-    """Return ``-kl_coef * kl[t]``, plus the reward of the sample at its last token."""
+    """Return ``-kl_coef * kl[t]``, plus the sample's reward at its last token."""
     rewards_N = []
     for reward, kl_R in zip(inputs.rewards_N, inputs.kl_N, strict=True):
         rewards_R = -config.kl_coef * kl_R

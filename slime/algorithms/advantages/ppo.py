@@ -1,4 +1,4 @@
-"""PPO: the reward at the end, a KL penalty on each token, and a critic, through generalised advantage estimation."""
+"""PPO: reward at the last token, KL penalty on each token, and generalized advantage estimation with a critic."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from slime.algorithms.gae import generalised_advantages
 
 @over_trained_tokens
 def ppo_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> tuple[list[Tensor], list[Tensor]]:
-    """Return advantages and returns by ``gae.generalised_advantages`` of the trained tokens' rewards
+    """Compute advantages and returns of the trained tokens with ``gae.generalised_advantages``, from the rewards
 
         r[t] = -kl_coef * kl[t]  + (reward if t is the last trained token)
 
-    Needs whole responses: which context-parallel rank holds the last token depends on the lengths.
+    Needs whole responses, because tokens depend on all later tokens.
 
     Source: PPO, arXiv:1707.06347; per-token KL reward: Ouyang et al., arXiv:2203.02155.
     """

@@ -1,4 +1,4 @@
-"""REINFORCE++: a KL penalty on each token, the reward at the end, discounted to the start."""
+"""REINFORCE++: discounted returns with the reward at the last token and a KL penalty on each token."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slime.algorithms.discounted import ragged_discounted_sums
 def reinforce_plus_plus_advantages(
     inputs: AdvantageInputs, config: AdvantageConfig
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Compute the return of each trained token, which is also its advantage; ``t + 1`` is the next trained one:
+    """Compute the return of each trained token, which is also its advantage; ``t + 1`` is the next trained token:
 
         r[t] = -kl_coef * kl[t]  + (reward if t is the last trained token)
         return[t] = r[t] + gamma * return[t + 1]
 
-    Needs whole responses.  A sample without a trained token has nowhere to put its reward: its returns are 0.
+    Needs whole responses.  The returns of a sample without trained tokens are 0.
 
     Source: REINFORCE++, arXiv:2501.03262.
     """

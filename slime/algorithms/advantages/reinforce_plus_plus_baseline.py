@@ -1,4 +1,4 @@
-"""REINFORCE++ with a baseline: the reward less the mean of its group, and a KL penalty on each token."""
+"""REINFORCE++ with a baseline: the reward minus the mean of its group, with a KL penalty on each token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime.algorithms.advantages.inputs import AdvantageConfig, AdvantageInputs
 def reinforce_plus_plus_baseline_advantages(
     inputs: AdvantageInputs, config: AdvantageConfig
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return ``A[t] = reward - kl_coef * kl[t]``, returns likewise; the rewards have the group mean subtracted.
+    """Return ``A[t] = reward - kl_coef * kl[t]`` as advantages and as returns; rewards are relative to the group mean.
 
     Source: REINFORCE++, arXiv:2501.03262.
     """

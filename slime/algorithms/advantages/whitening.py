@@ -1,4 +1,4 @@
-"""Masked whitening of advantages across all ranks that train on the same rollout."""
+"""Masked whitening of advantages over all ranks that train on the same rollout."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def whiten(
 ) -> list[Tensor]:
     """Return ``(x - mean) / sqrt(var + 1e-8)`` with mean and variance over the trained tokens of all ranks.
 
-    The variance is the unbiased one when there are at least two trained tokens.  Masked tokens are shifted and scaled
-    like the others, though they do not count.  The sums are exchanged in float64, so that a variance small against
-    the squared mean survives.
+    The variance is unbiased if there are at least two trained tokens.  Masked tokens do not count toward the
+    statistics, but are shifted and scaled too.  Sums are exchanged in float64, so that a variance that is small
+    relative to the squared mean is not lost.
 
     Args:
-        values_N: one tensor per sample, the tokens on this rank.
-        mask_N: of the same shapes, 1 where a token is trained.
-        group: the ranks whose tokens count together (data and context parallel); None is this rank alone.
+        values_N: One tensor per sample, with its tokens on this rank.
+        mask_N: Same shapes; 1 for trained tokens.
+        group: Ranks to reduce over (data and context parallel); None means this rank only.
 
     Raises:
-        DataError: no rank has a trained token; raised on all of them.
+        DataError: no rank has a trained token; raised on all ranks.
     """
     device = values_N[0].device if values_N else None
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # count, sum, sum of squares

@@ -1,6 +1,6 @@
-"""Corrections for tokens that the engine sampled from slightly other probabilities than the trainer computes.
+"""Corrections for the mismatch between the engine's sampling probabilities and those that the trainer computes.
 
-``token_weights`` has TIS and IcePop, which look at each token alone; MIS, which also looks at whole sequences, is a
+``token_weights`` has TIS and IcePop, which treat each token separately.  MIS, which also weighs whole sequences, is a
 plug-in: ``examples/train_infer_mismatch_helper``.
 """
 

@@ -1,4 +1,4 @@
-"""TIS and IcePop: a token's loss times the weight of a token that the engine drew from slightly other probabilities.
+"""TIS and IcePop: weights for the loss of tokens that the engine drew with slightly different probabilities.
 
 Shapes: T = response tokens of the micro-batch on this rank, samples concatenated.
 """
@@ -14,7 +14,7 @@ from slime.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchBounds:
-    """The interval of importance weights that are trusted."""
+    """The interval of trusted importance weights."""
 
     low: float = 0.0
     """``--tis-clip-low``."""
@@ -29,13 +29,13 @@ class MismatchBounds:
 
 
 def importance_weight(train_log_prob_T: Tensor, rollout_log_prob_T: Tensor) -> Tensor:
-    """Return ``w = pi_train / pi_rollout`` of each token, under the same weights; constant."""
+    """Return ``w = pi_train / pi_rollout`` of each token, both with the same model weights; constant."""
     return (train_log_prob_T.detach() - rollout_log_prob_T.detach()).exp()
 
 
 def weight_metrics(weight_T: Tensor, changed_T: Tensor) -> dict[str, Tensor]:
-    """Return ``tis`` the weight before any bound, ``tis_clipfrac`` 1.0 where a bound acted, ``tis_abs`` its distance
-    to 1.
+    """Return per-token metrics: ``tis`` (weight before bounding), ``tis_clipfrac`` (1.0 if a bound changed it) and
+    ``tis_abs`` (its distance from 1).
     """
     return {
         "tis": weight_T,
@@ -47,17 +47,16 @@ def weight_metrics(weight_T: Tensor, changed_T: Tensor) -> dict[str, Tensor]:
 def truncated_importance_sampling(
     loss_T: Tensor, train_log_prob_T: Tensor, rollout_log_prob_T: Tensor, bounds: MismatchBounds
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return each token's loss times ``clamp(w, low, high)``, ``w = pi_train / pi_rollout`` of the same weights.
+    """Multiply each token's loss by ``clamp(w, low, high)``, where ``w = pi_train / pi_rollout`` for the same weights.
 
     Args:
-        loss_T: the policy loss; carries the gradient.
-        train_log_prob_T: log-probability by the trainer of the policy that sampled.
-        rollout_log_prob_T: log-probability by the engine, as recorded.
-        bounds: what is trusted.
+        loss_T: Policy loss; carries the gradient.
+        train_log_prob_T: Log-probability under the sampling policy, computed by the trainer.
+        rollout_log_prob_T: Log-probability recorded by the engine.
+        bounds: Trusted interval of ``w``.
 
     Returns:
-        ``(loss_T, metrics)`` with per-token metrics: ``tis`` the weight before the cut, ``tis_clipfrac`` 1.0 where it
-        was cut, ``tis_abs`` its distance from 1.
+        ``(loss_T, metrics)`` with the per-token metrics of ``weight_metrics``.
 
     Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.
     """
@@ -69,10 +68,9 @@ def truncated_importance_sampling(
 def icepop(
     loss_T: Tensor, train_log_prob_T: Tensor, rollout_log_prob_T: Tensor, bounds: MismatchBounds
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return each token's loss times ``w`` where ``low <= w <= high``, and 0 elsewhere: what is not trusted is
-    dropped.
+    """Multiply each token's loss by ``w`` if ``low <= w <= high``, and by 0 otherwise: untrusted tokens are dropped.
 
-    Args and returns as in ``truncated_importance_sampling``; ``tis_clipfrac`` counts the dropped tokens.
+    Args and returns as in ``truncated_importance_sampling``; ``tis_clipfrac`` is 1.0 for dropped tokens.
 
     Source: Ling Team, "IcePop", in Every Step Evolves, arXiv:2510.18855.
     """

@@ -1,7 +1,6 @@
-"""Policy losses, one per file; each gives one number per response token, to be reduced by ``algorithms.reduction``.
+"""Policy losses, one per file.  Each returns one number per response token, which ``algorithms.reduction`` reduces.
 
-An advantage estimator says which of them it is trained with (``Estimator.policy_loss``).  ``opsm`` is no loss but a
-mask over any of them.
+The advantage estimator selects the loss (``Estimator.policy_loss``).  ``opsm`` is not a loss but a mask for any loss.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
-    """A surrogate whose gradient is a policy gradient."""
+    """A surrogate loss whose gradient is a policy gradient."""
 
     compute: PolicyLossFunction
     may_reuse_log_probs: bool = True
-    """With a single optimizer step per rollout the present log-probs, without gradient, do for the old ones."""
+    """With one optimizer step per rollout, the detached current log-probs may serve as the old log-probs."""
 
 
 PPO_CLIP = PolicyLoss(compute=ppo_clip)
@@ -39,4 +38,4 @@ GSPO = PolicyLoss(compute=gspo, may_reuse_log_probs=False)
 CISPO = PolicyLoss(compute=cispo)
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo_clip": PPO_CLIP, "gspo": GSPO, "cispo": CISPO}
-"""By name, for pages and tests."""
+"""Losses by name, for docs and tests."""

@@ -1,6 +1,6 @@
-"""GSPO: one probability ratio per sequence instead of one per token; the loss itself is that of ``ppo_clip``.
+"""GSPO: the loss of ``ppo_clip`` with one probability ratio per sequence instead of one per token.
 
-Shapes: R = tokens of a response, whole whatever the context parallelism; N = samples.
+Shapes: R = tokens of a whole response, not sliced by context parallelism; N = samples.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slime.algorithms.policy_losses.ppo_clip import clipped_policy_loss
 
 
 def gspo(inputs: PolicyLossInputs, clip: ClipConfig) -> TokenLosses:
-    """Compute ``clipped_policy_loss`` with the ratio ``s`` of the whole sequence on each of its tokens:
+    """Compute ``clipped_policy_loss``, with the ratio ``s`` of the whole sequence for each of its tokens:
 
         s = exp(mean over trained tokens of (log pi_new - log pi_old))
 
@@ -29,7 +29,7 @@ def gspo(inputs: PolicyLossInputs, clip: ClipConfig) -> TokenLosses:
 
 
 def masked_sequence_mean(values_N: Sequence[Tensor], mask_N: Sequence[Tensor]) -> Tensor:
-    """Return the mean [N] of each sequence over its trained tokens; 0 for a sequence without any."""
+    """Return the mean [N] over each sequence's trained tokens; 0 for a sequence without trained tokens."""
     return torch.stack(
         [
             torch.where(mask_R != 0, values_R, 0.0).sum() / mask_R.sum().clamp(min=1)
@@ -41,14 +41,14 @@ def masked_sequence_mean(values_N: Sequence[Tensor], mask_N: Sequence[Tensor]) -
 def sequence_log_ratio(
     log_prob_N: Sequence[Tensor], old_log_prob_N: Sequence[Tensor], mask_N: Sequence[Tensor]
 ) -> Tensor:
-    """Return the log [N] of each sequence's length-normalised ratio, in nats; every token of the sequence uses it:
+    """Return the log [N] of each sequence's length-normalized probability ratio, in nats:
 
         log s = mean over trained tokens of (log pi_new - log pi_old)
 
     Args:
-        log_prob_N: [R] each, under the policy that is trained; carries the gradient.
-        old_log_prob_N: [R] each, under the policy at the start of the rollout's training.
-        mask_N: [R] each, 1 where a token is trained.
+        log_prob_N: [R] each, under the trained policy; carries the gradient.
+        old_log_prob_N: [R] each, under the policy at the start of training on the rollout.
+        mask_N: [R] each, 1 for trained tokens.
 
     Source: GSPO, arXiv:2507.18071, sec. 4.1.
     """
@@ -57,6 +57,6 @@ def sequence_log_ratio(
 
 
 def spread_over_tokens(values_N: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return [T]: each sequence's value on each of its tokens on this rank."""
+    """Repeat each sequence's value for each of its tokens on this rank; returns [T]."""
     length_N = torch.tensor(list(lengths), device=values_N.device)
     return values_N.repeat_interleave(length_N, output_size=sum(lengths))

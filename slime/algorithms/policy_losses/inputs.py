@@ -1,6 +1,6 @@
-"""Inputs and result of every policy loss.
+"""Inputs and outputs of the policy losses.
 
-Shapes: N = samples; r = response tokens of a sample on this rank; R = response tokens of a sample, whole whatever the
+Shapes: N = samples; r = response tokens of a sample on this rank; R = response tokens of a whole sample, not sliced by
 context parallelism; T = response tokens of the micro-batch on this rank, samples concatenated.
 """
 
@@ -23,9 +23,9 @@ class ClipConfig:
     low: float = 0.2
     """Ratio floor is ``1 - low``. Dimensionless; ``--eps-clip``."""
     high: float = 0.2
-    """Ratio ceiling is ``1 + high``. Above ``low`` this is DAPO's clip-higher; ``--eps-clip-high``."""
+    """Ratio ceiling is ``1 + high``. A value above ``low`` is DAPO's clip-higher; ``--eps-clip-high``."""
     dual: float | None = None
-    """Loss ceiling ``dual * |A|`` where A < 0; ``--eps-clip-c``. None turns it off."""
+    """Loss ceiling is ``dual * |A|`` where A < 0; ``--eps-clip-c``. None turns it off."""
 
     def __post_init__(self) -> None:
         if self.dual is not None and self.dual <= 1.0:
@@ -41,18 +41,18 @@ def _as_they_are(column_N: Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLossInputs:
-    """A micro-batch of this rank.  Where a token is not trained, log-probs and advantages are 0, never NaN."""
+    """A micro-batch on this rank.  Log-probs and advantages of untrained tokens are 0, never NaN."""
 
     log_prob_N: Sequence[Tensor]
-    """[r] each, under the policy that is trained; carries the gradient."""
+    """[r] each, under the trained policy; carries the gradient."""
     old_log_prob_N: Sequence[Tensor]
-    """[r] each, under the policy at the start of the rollout's training; constant."""
+    """[r] each, under the policy at the start of training on the rollout; constant."""
     advantage_N: Sequence[Tensor]
     """[r] each; constant."""
     mask_N: Sequence[Tensor]
-    """[R] each, 1 where a token is trained."""
+    """[R] each, 1 for trained tokens."""
     gather: Callable[[Sequence[Tensor]], list[Tensor]] = _as_they_are
-    """[r] each to [R] each, differentiably.  A collective with context parallelism: every rank calls it alike."""
+    """Gathers [r] each to [R] each; differentiable.  A collective with context parallelism: all ranks must call it."""
 
     @property
     def log_ratio_T(self) -> Tensor:
@@ -61,19 +61,19 @@ class PolicyLossInputs:
 
     @property
     def advantage_T(self) -> Tensor:
-        """The advantages in one piece."""
+        """The advantages, concatenated."""
         return torch.cat(list(self.advantage_N))
 
 
 class TokenLosses(NamedTuple):
-    """One number per token each."""
+    """Per-token results of a policy loss."""
 
     loss_T: Tensor
-    """To be minimised; carries the gradient."""
+    """To be minimized; carries the gradient."""
     clipped_T: Tensor
-    """1.0 where the trust region set it."""
+    """1.0 where the clip is active, else 0."""
     log_ratio_T: Tensor
-    """Log of the ratio that the loss used; of the whole sequence in GSPO."""
+    """Log of the ratio used by the loss; in GSPO, that of the whole sequence."""
 
 
 PolicyLossFunction = Callable[[PolicyLossInputs, ClipConfig], TokenLosses]

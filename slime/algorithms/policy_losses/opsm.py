@@ -1,7 +1,7 @@
-"""Off-policy sequence masking: drop punished sequences that the policy has already moved away from.
+"""Off-policy sequence masking: drop tokens with negative advantage in sequences the policy has moved away from.
 
-Shapes: R = tokens of a response, whole whatever the context parallelism; N = samples; r = the response tokens of a
-sample on this rank; T = those of all samples concatenated.
+Shapes: R = tokens of a whole response, not sliced by context parallelism; N = samples; r = response tokens of a sample
+on this rank; T = response tokens of all samples on this rank, concatenated.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def off_policy_sequence_mask(
     *,
     delta: float,
 ) -> Tensor:
-    """Return a mask of the tokens in the loss: all but those with A < 0 in a sequence whose KL exceeds ``delta``:
+    """Return a mask that is 0 for tokens with A < 0 in sequences whose KL exceeds ``delta``, and 1 otherwise:
 
         KL = mean over trained tokens of (log pi_old - log pi_new)
 
     Args:
-        log_prob_N: [R] each, under the policy that is trained.
-        old_log_prob_N: [R] each, under the policy that sampled.
-        mask_N: [R] each, 1 where a token is trained.
-        advantage_N: the advantages of the tokens on this rank, [R] without context parallelism and [r] with it.
-        delta: the threshold in nats; ``--opsm-delta``.
+        log_prob_N: [R] each, under the trained policy.
+        old_log_prob_N: [R] each, under the sampling policy.
+        mask_N: [R] each, 1 for trained tokens.
+        advantage_N: [r] each, advantages of the tokens on this rank (r = R without context parallelism).
+        delta: Threshold in nats; ``--opsm-delta``.
 
     Returns:
         keep_T: 1.0 or 0.0 for each token on this rank.

@@ -166,7 +166,7 @@ def test_a_template_without_an_end_is_a_timeout(setup, monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(common, "build_prompt_ids", lambda *_, **__: release.wait(30))
     with pytest.raises(
-        openai.InternalServerError, match="chat template .* is still at work.*chat_template.jinja"
+        openai.InternalServerError, match="chat template .* is still running.*chat_template.jinja"
     ) as late:
         ask(world.client(), [{"role": "user", "content": "hi"}])
     release.set()

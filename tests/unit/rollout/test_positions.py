@@ -185,7 +185,7 @@ def test_positions_of_earlier_versions_and_of_the_original_are_read_with_a_line(
         source.load(0)
         assert source.sample_offset == 3 and source.get_metadata() == {"note": (1, 2)}
         assert len(source.buffer) == len(extra.get("buffer", []))
-    assert "of an earlier version: --prompt-data, --rollout-shuffle, " in caplog.text
+    assert "by an earlier version: --prompt-data, --rollout-shuffle, " in caplog.text
     torch.save(STATE | {"num_prompts": 9}, path)
     with pytest.raises(DataError, match="--prompt-data had 9 prompts and has 5"):
         RolloutDataSourceWithBuffer(args).load(0)
