@@ -1,1 +1,1 @@
-"""User-side code: plug-ins, tasks and drivers written against slime's public surface only."""
+"""User code: plug-ins, tasks and drivers."""

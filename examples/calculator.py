@@ -1,4 +1,4 @@
-"""A calculator for the policy.
+"""A calculator as a tool for the policy.
 
 --rollout-tools examples.calculator.calculate --apply-chat-template
 """

@@ -1,9 +1,9 @@
-"""The reward of a judge: a model behind an OpenAI-compatible server, or one that the job serves beside the policy.
+"""Reward from an LLM judge: a model behind an OpenAI-compatible server, or one that the job serves with the policy.
 
     --custom-rm-path examples.llm_judge.grade --custom-config-path judge.yaml
 
-judge.yaml has ``judge_url: http://HOST:PORT`` and ``judge_model``.  Without ``judge_url`` the model called ``judge``
-in the job's ``--sglang-config`` answers.
+judge.yaml sets ``judge_url: http://HOST:PORT`` and ``judge_model``.  Without ``judge_url``, the judge is the model
+named ``judge`` in the job's ``--sglang-config``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A tool of the policy, and an environment of text, for the stock function of conversations.
+"""A tool and a text environment for the built-in conversation function.
 
     --rollout-tools examples.multi_turn.multiply --custom-rm-path examples.multi_turn.reward
     --rollout-environment examples.multi_turn.GuessNumber
@@ -28,22 +28,22 @@ def multiply(a: int, b: int) -> int:
 
 
 async def reward(args: Namespace, sample: Sample, **kwargs: Any) -> float:
-    """``--custom-rm-path``: 1 when the last box has the label."""
+    """``--custom-rm-path``: 1 if the last box holds the label, else 0."""
     return float(extract_boxed_answer(sample.response) == str(sample.label))
 
 
 class GuessNumber:
-    """A number from 1 to ``highest`` of the row's metadata (100) is to be found; the reward is less for each guess."""
+    """Guess a number from 1 to ``highest`` (from the row's metadata, default 100); the reward is 1 / guesses."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Choose the number."""
+        """Draw the number."""
         highest = (options or {}).get("highest", 100)
         self.number = random.Random(seed).randint(1, highest)
         self.guesses = 0
         return f"Guess my number, from 1 to {highest}.", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Compare a guess with it."""
+        """Compare a guess with the number."""
         self.guesses += 1
         said = re.findall(r"\d+", action)
         guess = int(said[-1]) if said else 0

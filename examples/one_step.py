@@ -1,10 +1,10 @@
-"""A whole GRPO step in one process, by the functions that a job uses.  Read it from top to bottom.
+"""A whole GRPO step in one process, with the functions that a job uses.  Read it from top to bottom.
 
     python examples/tiny_arithmetic/make_task.py --output runs/tiny/task
     python examples/one_step.py --steps 3
 
-What a job adds: Ray places this on many GPUs, SGLang answers in place of transformers, all ranks train a share of the
-batch, and a transport carries the weights from one process to another.
+In a job, Ray places this on many GPUs, SGLang generates instead of transformers, every rank trains a share of the
+batch, and a transport moves the weights between processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(REPO))
 
 from slime.backends.sglang_utils import cpu_shim  # noqa: E402
 
-cpu_shim.install()  # without a GPU, transformers and SGLang import only behind this
+cpu_shim.install()  # without a GPU, transformers and SGLang can be imported only after this
 
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
@@ -49,12 +49,12 @@ FLAGS = """
 
 
 async def reward(args: Namespace, samples: list[Sample], **kwargs: Any) -> list[float]:
-    """Return the share of digits in each response: a model that knows nothing yet can already earn some."""
+    """Return the fraction of digits in each response, a reward that even an untrained model sometimes earns."""
     return [sum(letter.isdigit() for letter in sample.response) / max(len(sample.response), 1) for sample in samples]
 
 
 def start_trainer(args: Namespace) -> MegatronTrainRayActor:
-    """Return the trainer as the only rank: Megatron's model with the weights of ``--ref-load``, and its optimizer."""
+    """Start the trainer as the only rank: a Megatron model with the weights of ``--ref-load``, and its optimizer."""
     trainer = MegatronTrainRayActor()
     trainer.set_rendezvous(1, 0, "127.0.0.1", find_available_port(21000))
     trainer.init(args, "actor")
@@ -63,7 +63,7 @@ def start_trainer(args: Namespace) -> MegatronTrainRayActor:
 
 @torch.no_grad()
 def answer(args: Namespace, policy: PreTrainedModel, tokenizer: Any, group: Sequence[Sample]) -> None:
-    """Draw a response for each sample of a prompt, with the log-probs of its tokens; what an engine does in a job."""
+    """Sample a response with log-probs for each sample of a prompt, as an engine does in a job."""
     prompt = tokenizer(group[0].prompt, add_special_tokens=False, return_tensors="pt").input_ids
     output = policy.generate(
         prompt, do_sample=True, temperature=args.rollout_temperature, top_k=0, top_p=1.0, output_logits=True,
@@ -82,7 +82,7 @@ def answer(args: Namespace, policy: PreTrainedModel, tokenizer: Any, group: Sequ
 
 
 def push(args: Namespace, trainer: MegatronTrainRayActor, policy: PreTrainedModel) -> None:
-    """Copy the trainer's weights, under their Hugging Face names, into the model that answers."""
+    """Copy the trainer's weights, under their Hugging Face names, into the model that generates."""
     own = policy.state_dict()
     form = hf_form(args, policy.config.model_type)
     for name, tensor in iter_hf_tensors(form, trainer.model, dtype=torch.float32):
@@ -93,22 +93,22 @@ def take_step(
     args: Namespace, trainer: MegatronTrainRayActor, policy: PreTrainedModel, tokenizer: Any,
     source: RolloutDataSource, rollout_id: int,
 ) -> float:  # fmt: skip
-    """Answer, grade, compare within groups, pack, train, push; return the mean reward."""
+    """Generate, grade, normalize within groups, pack, train and push; return the mean reward."""
     groups = source.get_samples(args.rollout_batch_size)
     for group in groups:
         answer(args, policy, tokenizer, group)
     samples = [sample for group in groups for sample in group]
     for sample, value in zip(samples, asyncio.run(batched_async_rm(args, samples)), strict=True):
         sample.reward = value
-    batch = train_data_from_samples(args, samples)  # rewards become advantages of their groups, samples columns
-    (share,) = split_for_ranks(args, batch, trainer.get_parallel_config())  # packed micro-batches; one rank has all
-    trainer.train(rollout_id, share)  # log-probs of the old policy, advantages of tokens, loss, gradient, Adam
+    batch = train_data_from_samples(args, samples)  # group-relative rewards; samples -> columns
+    (share,) = split_for_ranks(args, batch, trainer.get_parallel_config())  # packed micro-batches of the only rank
+    trainer.train(rollout_id, share)  # old log-probs, advantages per token, loss, gradient, Adam
     push(args, trainer, policy)
     return sum(sample.reward for sample in samples) / len(samples)
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """The command line; returns the mean reward of each step."""
+    """Run the command line; return the mean reward of each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", type=Path, default=REPO / "runs/tiny/task", help="folder of make_task.py")
     parser.add_argument("--steps", type=int, default=1)

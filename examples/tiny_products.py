@@ -1,4 +1,4 @@
-"""An environment of the package verifiers: products, with a tool that multiplies.
+"""An environment of the package ``verifiers``: products, with a multiplication tool.
 
     --prompt-data 'verifiers:examples.tiny_products?size=1024'
 
@@ -20,12 +20,12 @@ HELD_OUT = 128
 
 
 def correct(completion: list[dict[str, Any]], answer: str) -> float:
-    """The rubric: 1 when the last message has the answer in a box."""
+    """The rubric: 1 if the last message has the answer in a box, else 0."""
     return float(extract_boxed_answer(str(completion[-1]["content"])) == answer)
 
 
 def load_environment(size: int = 1024, seed: int = 1) -> Any:
-    """Return the environment, as ``verifiers.load_environment`` asks for it."""
+    """Return the environment; called by ``verifiers.load_environment``."""
     import verifiers
     from datasets import Dataset
 
@@ -41,7 +41,7 @@ def load_environment(size: int = 1024, seed: int = 1) -> Any:
 
 
 async def reward(args: Namespace, sample: Sample | list[Sample], **kwargs: Any) -> Any:
-    """``--custom-rm-path``, for scripts that name a grader: what the rubric gave."""
+    """``--custom-rm-path``, for scripts that require a grader: return the rubric's reward."""
     if isinstance(sample, list):
         return [await reward(args, one) for one in sample]
     return float(sample.metadata["environment_reward"])

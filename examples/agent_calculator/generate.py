@@ -1,7 +1,7 @@
 """``--custom-generate-function-path examples.agent_calculator.generate.generate``.
 
-Each sample is played by an agent that knows nothing of training: a loop around the ``openai`` client with a tool that
-multiplies.  ``slime.ext.agent.session`` has the adapter between it and the engines.
+An ordinary agent, a loop around the ``openai`` client with a multiplication tool, plays each sample.
+``slime.ext.agent.session`` connects it to the engines through an adapter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOOLS = [
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample | list[Sample]:
-    """Let the agent answer ``sample.prompt``; the samples of its session, with the reward of the last answer."""
+    """Let the agent answer ``sample.prompt``; return its session's samples with the reward of its last answer."""
 
     async def answer(url: str, sid: str) -> float:
         try:
@@ -48,7 +48,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 async def agent(url: str, key: str, question: str) -> str:
-    """Any program would do: it sends a conversation, runs the tools it is asked for, and ends with an answer."""
+    """Send the conversation and run the requested tools until the model answers.  Any other agent program would do."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     async with openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TURN_TIMEOUT_S) as client:
         while True:
@@ -63,7 +63,7 @@ async def agent(url: str, key: str, question: str) -> str:
 
 
 def multiply(arguments: str) -> str:
-    """The tool.  Wrong arguments are an answer like any other: the policy is to learn from it."""
+    """The tool.  Invalid arguments return an error, from which the policy can learn."""
     try:
         values = json.loads(arguments)
         return str(int(values["a"]) * int(values["b"]))

@@ -1,12 +1,12 @@
 """``--custom-generate-function-path examples.coding_agent_rl.generate.generate``: a coding agent in a sandbox.
 
-A row's metadata says what there is to do::
+A row's metadata defines the task::
 
-    question    the task, as the agent gets it (default: the prompt)
-    files       {path: text}, written before the agent starts and once more before the tests
-    test        a command; the reward is 1 when it succeeds after the agent
-    image       of the sandbox, for agents in E2B
-    workdir     the folder in the image
+    question    the task given to the agent (default: the prompt)
+    files       {path: text}, written before the agent starts and again before the tests
+    test        a command; the reward is 1 if it succeeds after the agent has finished
+    image       image of the sandbox, for agents in E2B
+    workdir     working directory in the image
 
 Settings, by ``--custom-config-path``: ``coding_agent`` (``tiny``, ``claude-code`` or ``codex``),
 ``coding_agent_host`` (this machine, as sandboxes reach it), ``coding_agent_time_s``, ``coding_agent_sandboxes``.
@@ -35,7 +35,7 @@ TEST_TIMEOUT_S = 300.0
 
 
 async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample | list[Sample]:
-    """Let the agent work; each of its conversations is a sample, with the tests' verdict as reward."""
+    """Run the agent; each of its conversations becomes a sample, with the test result as reward."""
     harness_class, adapter_class = AGENTS[getattr(args, "coding_agent", "tiny")]
     facts = sample.metadata
 
@@ -52,11 +52,11 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
                     time_budget_sec=getattr(args, "coding_agent_time_s", 600),
                     prompt=str(facts.get("question", sample.prompt)),
                 )
-                await _write(sb, workdir, facts)  # whatever the agent did to its tests
+                await _write(sb, workdir, facts)  # restore the tests, in case the agent changed them
                 try:
                     code, _, _ = await sb.exec(f"cd {workdir} && {facts['test']}", timeout=TEST_TIMEOUT_S)
-                except SandboxError:  # a solution that does not end, or takes too much memory
-                    await sb.exec("true", check=True)  # raises where the sandbox itself is gone
+                except SandboxError:  # the solution does not end, or takes too much memory
+                    await sb.exec("true", check=True)  # raises if the sandbox itself is gone
                     return 0.0
                 return float(code == 0)
 
@@ -65,8 +65,8 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
 
 
 def check(args: Namespace) -> None:
-    """Refuse to start where a sandbox on this machine would be none."""
-    if getattr(args, "coding_agent", "tiny") == "tiny":  # others work in E2B
+    """Refuse to start on machines that cannot isolate a local sandbox."""
+    if getattr(args, "coding_agent", "tiny") == "tiny":  # other agents run in E2B
         check_local_sandbox(args)
 
 
@@ -81,7 +81,7 @@ def _sandbox(args: Namespace, facts: dict[str, Any], url: str) -> Sandbox:
 
 @functools.cache
 def _free(count: int, loop: int) -> asyncio.Semaphore:
-    """Return what bounds the sandboxes of one event loop."""
+    """Return the semaphore that limits the sandboxes of one event loop."""
     return asyncio.Semaphore(count)
 
 

@@ -1,7 +1,7 @@
-"""A coding agent of a few lines, for a model that can write one: it runs in a sandbox as Claude Code would.
+"""A minimal coding agent for the tiny model, which runs in a sandbox like Claude Code would.
 
-It sends the task, writes the block of Python that comes back into ``f.py``, runs the tests, and shows their last line
-to the model when they fail, once.
+It sends the task, writes the returned Python block to ``f.py`` and runs the tests.  If they fail, it shows their error
+message to the model, which may try once more.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class TinyAgentHarness(BaseHarness):
         await sb.write_file("agent.py", AGENT)
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
-        """Do nothing: its settings are variables."""
+        """Do nothing: the program is configured by environment variables."""
 
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
-        """Run the program with the task as its input."""
+        """Run the program with the task on standard input."""
         await sb.write_file("task", prompt)
         return await run_agent(
             sb,
@@ -55,7 +55,7 @@ class TinyAgentHarness(BaseHarness):
         )
 
     async def run(self, sb: Sandbox, *, workdir, session_id, adapter_url, time_budget_sec, prompt) -> int:
-        """As in every harness, but without a user ``agent``: a local sandbox is no machine of its own."""
+        """Install and run the program, without creating a user ``agent``, which a local sandbox cannot."""
         ctx = HarnessContext(workdir, session_id, adapter_url)
         await self.install_cli(sb)
         return await self.launch_and_wait(sb, ctx, prompt, time_budget_sec)

@@ -1,7 +1,6 @@
 """RLOO, as a plug-in: ``--advantage-estimator examples.custom_estimator.rloo.rloo``.
 
-A whole estimator from outside slime's tree: what a group's rewards are measured against, and how the result is spread
-over the tokens.
+A complete estimator defined outside slime: the baseline of a group's rewards, and the advantage of each token.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from slime.algorithms.advantages import Baseline, Estimator, GroupConfig, group_
 
 
 def leave_one_out(reward_G: Tensor, config: GroupConfig) -> Baseline:
-    """The mean of the others, so that a rollout's own reward takes no part in its baseline:
+    """Use the mean reward of the other executions as baseline:
 
         A[i] = r[i] - sum(r[j], j != i) / (G - 1)
 
-    A rollout that is alone in its group has no others: it is its own baseline, and teaches nothing.
+    The only execution in a group is its own baseline, so its advantage is 0.
 
     Args:
-        reward_G: float64, one reward for each rollout of a prompt.
-        config: ``--disable-grpo-std-normalization`` has no say here; RLOO does not divide.
+        reward_G: float64, one reward for each execution of a prompt.
+        config: Ignored: RLOO does not divide by the standard deviation.
 
     Source: Ahmadian et al., "Back to basics", arXiv:2402.14740, eq. 8; Kool et al., 2019.
     """

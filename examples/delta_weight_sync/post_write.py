@@ -2,9 +2,9 @@
 
     --custom-update-weight-post-write-path examples.delta_weight_sync.post_write.announce
 
-It is called on every trainer rank, when the version's folder is complete and before any engine looks for it.  Where
-trainer and engines share no disk this is the place to carry the folder over (to an object store, by rsync, ...); here
-it notes what there would have been to carry.  ``delta_log`` (``--custom-config-path``) is another file for the notes.
+Every trainer rank calls it when the version's folder is complete and before any engine reads it.  If trainer and
+engines share no disk, this is the place to copy the folder (to an object store, with rsync, ...).  This example only
+logs what would have been copied, to ``SAVE/versions.jsonl`` or the file ``delta_log`` (``--custom-config-path``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 
 def announce(args: Namespace, version_dir: str, rollout_engines: Sequence[Any]) -> None:
-    """Write a line about the version: its name, files and bytes.  One rank does it; carrying would be for all."""
+    """Log the version's name, files and bytes on rank 0; a hook that copies files would run on all ranks."""
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     folder = Path(version_dir)

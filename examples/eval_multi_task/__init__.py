@@ -1,1 +1,1 @@
-"""Evaluation on several data sets, each with its own grader and its own way of sampling."""
+"""Evaluation on several data sets, each with its own grader and sampling parameters."""

@@ -22,7 +22,7 @@ TEMPLATE = Path(__file__).with_name("multi_task.yaml.in")
 
 
 def choice_rows(operands: list[task.Operands], rng: random.Random) -> list[dict]:
-    """Rows for the ``gpqa`` grader: the choices and the letter of the right one are in their own column."""
+    """Return rows for the ``gpqa`` grader, with the choices and the right letter in a separate column."""
     rows = []
     for numbers in operands:
         right = task.answer(numbers)
@@ -35,12 +35,12 @@ def choice_rows(operands: list[task.Operands], rng: random.Random) -> list[dict]
 
 
 def first_step_rows(operands: list[task.Operands]) -> list[dict]:
-    """Rows whose label is the first word of a worked answer: the first operand."""
+    """Return rows whose label is the first word of a worked answer, which is the first operand."""
     return [{"prompt": task.question(numbers), "label": str(numbers[0])} for numbers in operands]
 
 
 def make_data(output: Path, seed: int) -> None:
-    """Write the data and the evaluation's YAML."""
+    """Write the data and the YAML file of the evaluation."""
     output.mkdir(parents=True, exist_ok=True)
     names = ("sums", "choice", "first_step")
     operands = task.split_operands(dict.fromkeys(names, NUM_PROMPTS), seed)
@@ -55,7 +55,7 @@ def make_data(output: Path, seed: int) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=11, help="of the questions")

@@ -1,1 +1,1 @@
-"""Geometry questions with pictures, in several turns: a tool says whether an answer is right."""
+"""Geometry questions with images, in several turns with a tool that checks answers."""

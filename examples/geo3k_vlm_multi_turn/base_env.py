@@ -1,4 +1,4 @@
-"""What an environment of ``rollout_interaction_env_path`` is: a module with ``build_env(sample, args)``."""
+"""Base class for environments of ``rollout_interaction_env_path``, a module with ``build_env(sample, args)``."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import Any
 
 
 class BaseInteractionEnv:
-    """One conversation's environment; subclasses define ``step``."""
+    """The environment of one conversation; subclasses define ``step``."""
 
     def reset(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin; returns (observation, info)."""
+        """Begin the conversation; return (observation, info)."""
         return {}, {}
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-        """Take a turn of the policy; returns (observation, whether it was the last, info).
+        """Process a turn of the policy; return (observation, whether the conversation is over, info).
 
-        An observation has ``obs_str``, and may have ``role`` (default: user) and ``images``, a list of whatever
-        ``--multimodal-keys`` takes.
+        An observation has ``obs_str``, and optionally ``role`` (default: user) and ``images``, a list of images in any
+        form that ``--multimodal-keys`` accepts.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """Free what the environment holds."""
+        """Release the environment's resources."""
 
     def format_observation(self, observation: dict[str, Any]) -> dict[str, Any]:
         """Return the observation as a chat message."""

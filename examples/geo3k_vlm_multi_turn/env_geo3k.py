@@ -1,7 +1,7 @@
-"""The tool ``calc_score``: the policy submits an answer, and hears whether it is right.
+"""The tool ``calc_score``, which tells the policy whether a submitted answer is right.
 
-A turn may hold one call, ``<tool_call>{"name": "calc_score", "arguments": {"answer": "12"}}</tool_call>``.  A turn
-without a call is the answer.
+A call is ``<tool_call>{"name": "calc_score", "arguments": {"answer": "12"}}</tool_call>``.  Only the last call of a
+turn is answered.  A turn without a call is the final answer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ _CALL, _CALL_END = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL), "</to
 
 
 class Geo3kEnv(BaseInteractionEnv):
-    """Grades the answers of one sample against its label."""
+    """Compares submitted answers with a sample's label."""
 
     def __init__(self, label: str) -> None:
         self.label = label
 
     def step(self, response_text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
         """Answer the last call of a turn."""
-        calls = _CALL.findall(response_text, 0, response_text.rfind(_CALL_END) + len(_CALL_END))  # behind it none ends
+        # Stop at the last closing tag: unclosed tags after it would make the search quadratic.
+        calls = _CALL.findall(response_text, 0, response_text.rfind(_CALL_END) + len(_CALL_END))
         if not calls:
             return {}, True, {}
         try:

@@ -1,4 +1,4 @@
-"""The generate function of conversations about pictures.
+"""The generate function for conversations about images.
 
     --custom-generate-function-path examples.geo3k_vlm_multi_turn.rollout.generate
     --custom-config-path examples/geo3k_vlm_multi_turn/geo3k_vlm_multi_turn_config.yaml
@@ -20,7 +20,7 @@ ENVIRONMENT = "examples.geo3k_vlm_multi_turn.env_geo3k"
 
 
 async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """``--custom-generate-function-path``: let policy and environment speak in turn."""
+    """``--custom-generate-function-path``: alternate turns of the policy and the environment."""
     module = importlib.import_module(getattr(args, "rollout_interaction_env_path", None) or ENVIRONMENT)
     environment = module.build_env(sample=sample, args=args)
     environment.reset()

@@ -1,1 +1,1 @@
-"""Several roles of one policy work on a question, and all of them are trained."""
+"""Several roles of one policy answer a question together, and all of them are trained."""

@@ -1,11 +1,11 @@
-"""Solvers and a judge: several roles of one policy answer a prompt, and every role's answer is a sample.
+"""Solvers and a judge: several roles of one policy answer a prompt, and each role's answer is a sample.
 
     --custom-generate-function-path examples.multi_agent.rollout_with_multi_agents.generate_with_multi_agents
     --custom-reward-post-process-path examples.multi_agent.rollout_with_multi_agents.normalize_by_role
 
-One execution of a prompt runs the solvers at the same time, shows their answers to the judge, and gives back all the
-samples.  They share a ``rollout_id``: the loss counts them as one rollout, however many there are.  Prompts come as
-plain text (leave ``--apply-chat-template`` off): each role puts it into its own message.
+One execution of a prompt runs the solvers in parallel, shows their answers to the judge, and returns all samples.
+They share a ``rollout_id``, so the loss counts them as one execution.  Prompts must be plain text (leave
+``--apply-chat-template`` off), because each role wraps the prompt in its own message.
 
 Settings, by ``--custom-config-path``: ``multi_agent_solvers``, ``multi_agent_judge_prompt`` (with ``{question}`` and
 ``{answers}``), ``multi_agent_judge_max_tokens``, ``multi_agent_final_share``.
@@ -31,7 +31,7 @@ from slime.utils.types import Sample
 NUM_SOLVERS = 3
 JUDGE_PROMPT = "{question} answers {answers}"
 FINAL_SHARE = 0.2
-"""Part of a solver's reward that is the judge's: help the team, too."""
+"""Weight of the judge's reward in a solver's reward, which rewards helping the team."""
 UNREADABLE = "?"
 STD_EPSILON = 1e-6
 
@@ -39,9 +39,9 @@ STD_EPSILON = 1e-6
 async def generate_with_multi_agents(
     args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """The samples of all roles with their rewards; in an evaluation the judge's alone.
+    """Return the samples of all roles with their rewards; in an evaluation, only the judge's.
 
-    When a role is interrupted, the parts come back as they are, unrewarded; the rollout then starts this prompt again.
+    If a role is interrupted, the samples are returned without rewards, and the rollout runs this prompt again.
     """
     team = Team(args, sample, sampling_params)
     solutions = await asyncio.gather(*(team.solve(number) for number in range(team.num_solvers)))
@@ -67,7 +67,7 @@ class Team:
     """The roles around one question."""
 
     def __init__(self, args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> None:
-        # A copy of our own: what is set on it is seen by this team's roles and by nobody else.
+        # A private copy: attributes set on it are visible only to this team's roles.
         self.args = copy.deepcopy(args)
         self.args.sampling_params = dict(sampling_params)
         self.args.tokenizer = GenerateState(args).tokenizer
@@ -76,11 +76,11 @@ class Team:
         self.sample = sample
 
     async def solve(self, number: int) -> Sample:
-        """One solver's answer to the question."""
+        """Return one solver's answer to the question."""
         return await self._speak("solver", number, str(self.sample.prompt), {})
 
     async def judge(self, solutions: Sequence[Sample]) -> Sample:
-        """The judge's answer, after a look at those of the solvers."""
+        """Return the judge's answer, given those of the solvers."""
         answers = " ".join(answer_of(one) for one in solutions)
         template = getattr(self.args, "multi_agent_judge_prompt", JUDGE_PROMPT)
         limit = getattr(self.args, "multi_agent_judge_max_tokens", None)
@@ -88,7 +88,7 @@ class Team:
         return await self._speak("judge", 0, template.format(question=self.sample.prompt, answers=answers), params)
 
     async def _speak(self, role: str, number: int, message: str, params: dict[str, Any]) -> Sample:
-        """A separate sample for this role, answered by the policy."""
+        """Have the policy answer as this role, in a separate sample."""
         one = copy.deepcopy(self.sample)
         one.rollout_id = self.sample.index if self.sample.rollout_id is None else self.sample.rollout_id
         one.metadata |= {"role": role, "number": number}
@@ -97,21 +97,23 @@ class Team:
         one.tokens, one.response, one.response_length = [], "", 0
         one.status = Sample.Status.PENDING
         own = self.args.sampling_params | params
-        if "sampling_seed" in own:  # deterministic inference: solvers with one seed would all say the same
+        if (
+            "sampling_seed" in own
+        ):  # deterministic inference: with the same seed, all solvers would give the same answer
             own["sampling_seed"] += 1000 * (number + 1)
         return await generate(self.args, one, own)
 
 
 def answer_of(solution: Sample) -> str:
-    """Return the part of a solution that the judge sees."""
+    """Return the part of a solution that is shown to the judge."""
     return extract_boxed_answer(solution.response) or UNREADABLE
 
 
 def normalize_by_role(args: Namespace, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
-    """``--custom-reward-post-process-path``: each reward relative to those of the same role and prompt.
+    """``--custom-reward-post-process-path``: normalize rewards over samples with the same role and prompt.
 
-    Solvers compete with solvers, judges with judges; without it, all samples of a rollout would be one group, because
-    there are not ``--n-samples-per-prompt`` of them for each prompt.
+    Solvers are compared with solvers, and judges with judges.  By default, each team would count once in its prompt's
+    group, with the mean reward of its members.
     """
     raw = [float(sample.get_reward_value(args)) for sample in samples]
     members: dict[tuple[int | None, str], list[int]] = defaultdict(list)

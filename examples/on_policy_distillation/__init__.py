@@ -1,1 +1,1 @@
-"""A student learns from what a teacher thinks of the student's own answers."""
+"""On-policy distillation: a student learns from a teacher's log-probs of the student's own responses."""

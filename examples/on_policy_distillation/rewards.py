@@ -1,6 +1,6 @@
 """``--custom-reward-post-process-path examples.on_policy_distillation.rewards.zeros``.
 
-The grader's verdict is logged as the raw reward and not trained on, so that the teacher is all there is to learn from.
+The grader's reward is logged as the raw reward but not trained on, so the student learns from the teacher only.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ from slime.utils.types import Sample
 
 
 def zeros(args: Namespace, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
-    """(raw rewards, zeros)."""
+    """Return (raw rewards, zeros)."""
     return [float(sample.get_reward_value(args)) for sample in samples], [0.0] * len(samples)

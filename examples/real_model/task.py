@@ -1,11 +1,11 @@
-"""Tasks of reasoning-gym for a pretrained model: prompts with answers, and the package's own scorers as the reward.
+"""Tasks of reasoning-gym for a pretrained model: prompts with answers, and the package's scorers as reward.
 
     python examples/real_model/task.py --task needle_haystack --output runs/real_model/data
 
     --custom-rm-path examples.real_model.task.reward
 
-``needle_haystack``: three statements ("Tayo tolerates hiking."), and whom one of them is about; two worked examples
-come before it as turns of the chat.  ``TASKS`` has the others.  Nothing that the policy writes is evaluated.
+``needle_haystack`` gives three statements ("Tayo tolerates hiking.") and asks which person one of them is about; two
+worked examples precede it as chat turns.  ``TASKS`` has the other tasks.  The policy's output is never evaluated.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from typing import Any
 
 END_OF_TURN = "<|im_end|>"
 ANSWER = "<|im_start|>assistant"
-"""Begins the last turn of a conversation with tools."""
+"""Start of the last turn in a conversation with tools."""
 SEEDS = {"examples": 1, "train": 1_000_000, "held_out": 2_000_000}
-"""Row k of a set is drawn from ``seed + k``."""
+"""Row k of a set is drawn with seed ``SEEDS[set] + k``."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task, and how it is asked."""
+    """A task and its prompt."""
 
     module: str
-    """Below reasoning_gym."""
+    """Module in reasoning_gym."""
     name: str
-    """Of its classes: NameDataset, NameConfig."""
+    """Prefix of its classes NameDataset and NameConfig."""
     config: dict[str, Any]
     system: str
     examples: dict[str, Any] = field(default_factory=dict)
-    """Config of two worked examples; empty: none are shown."""
+    """Config of the two worked examples; empty if none are shown."""
     is_number: bool = False
-    """The answer is the last number of the last turn."""
+    """Whether the answer is the last number in the last turn."""
 
 
 def _needles(statements: int) -> dict[str, int]:
@@ -69,10 +69,10 @@ TASKS = {
 
 @cache
 def load_task(module: str) -> Any:
-    """Import the task's module alone: the whole package needs eleven others, of which three need a compiler."""
+    """Import only the task's module: the whole package requires eleven others, of which three need a compiler."""
     package = importlib.util.find_spec("reasoning_gym")
     if package is None:
-        sys.exit("reasoning-gym is not installed: scripts/demo_real.sh does that")
+        sys.exit("reasoning-gym is not installed; scripts/demo_real.sh installs it")
     [root] = package.submodule_search_locations or []
     for name in ("reasoning_gym", f"reasoning_gym.{module.partition('.')[0]}"):
         spec = ModuleSpec(name, None, is_package=True)
@@ -82,7 +82,7 @@ def load_task(module: str) -> Any:
 
 
 def entries(task: Task, name: str, number: int) -> list[dict[str, Any]]:
-    """Questions and answers of one of the sets."""
+    """Return questions and answers of one of the sets in ``SEEDS``."""
     module, chosen = load_task(task.module), task.examples if name == "examples" else task.config
     config = getattr(module, f"{task.name}Config")(seed=SEEDS[name], size=number, **chosen)
     data_set = getattr(module, f"{task.name}Dataset")(config)
@@ -90,7 +90,7 @@ def entries(task: Task, name: str, number: int) -> list[dict[str, Any]]:
 
 
 def rows(task_name: str, name: str, number: int, without: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    """Rows of a data file: chat messages, and the answer that is right; prompts of ``without`` are left out."""
+    """Return rows of a data file: chat messages and the right answer, leaving out the prompts in ``without``."""
     task = TASKS[task_name]
     turns = [{"role": "system", "content": task.system}]
     for shown in entries(task, "examples", 2) if task.examples else []:
@@ -108,7 +108,7 @@ def rows(task_name: str, name: str, number: int, without: Sequence[Any] = ()) ->
 
 
 def grade(task_name: str, response: str, label: str) -> float:
-    """1 where the package's scorer gives its full score, else 0.  It tells one name, or one number, from another."""
+    """Return 1 if the package's scorer gives the full score, else 0; partial scores do not count."""
     task = TASKS[task_name]
     answer = response.rpartition(ANSWER)[2].removesuffix(END_OF_TURN)
     if task.is_number:
@@ -118,14 +118,14 @@ def grade(task_name: str, response: str, label: str) -> float:
 
 
 async def reward(args: Namespace, sample: Any, **kwargs: Any) -> float | list[float]:
-    """The plug-in: one sample gives a number, a list of samples gives a list."""
+    """``--custom-rm-path``: return a number for one sample, or a list for a list of samples."""
     if isinstance(sample, list):
         return [grade(one.metadata["task"], one.response, one.label) for one in sample]
     return grade(sample.metadata["task"], sample.response, sample.label)
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=sorted(TASKS), default="needle_haystack", help="the task")
     parser.add_argument("--output", type=Path, required=True, help="folder of train.jsonl and held_out.jsonl")

@@ -1,1 +1,1 @@
-"""Tool use: the policy writes Python, a sandbox runs it."""
+"""Tool use: the policy writes Python code, which a sandbox runs."""

@@ -1,13 +1,13 @@
-"""Tool use in several turns: the policy writes Python, and reads what it prints.
+"""Tool use in several turns: the policy writes Python code and reads its output.
 
     --custom-generate-function-path examples.retool.generate_with_retool.generate
     --custom-rm-path examples.retool.generate_with_retool.reward_func
 
-A turn with a block ``python`` in backticks is run (the last block, when there are several), and its output is the next
-message; a turn without one is the answer.  Settings, by ``--custom-config-path``: ``retool_max_turns``,
-``retool_time_s``, ``retool_memory_mib``, ``retool_processes``.
+If a turn contains ``python`` code blocks in backticks, the last one is run and its output is the next message.  A turn
+without one is the final answer.  Settings, by ``--custom-config-path``: ``retool_max_turns``, ``retool_time_s``,
+``retool_memory_mib``, ``retool_processes``.
 
-The idea of training a policy with an interpreter in its rollouts is ReTool's, arXiv:2504.11536.
+Source: training with an interpreter in the rollout is from ReTool, arXiv:2504.11536.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from slime.utils.types import Sample
 
 MAX_TURNS = 4
 PROCESSES = 8
-"""Programs that run at the same time in this rollout process."""
+"""Maximum programs that run concurrently in this rollout process."""
 HALF_MARK = 0.1
-"""Reward of a wrong answer after a program that ran."""
+"""Reward of a wrong answer if a program ran successfully."""
 
 _CODE = re.compile(r"```(?:python|py)\n(.*?)```", re.DOTALL)
 
@@ -62,12 +62,12 @@ generate.check_args = check_local_sandbox
 
 @functools.cache
 def sandbox_of(limits: Limits, processes: int, is_unsafe: bool) -> PythonSandbox:
-    """One sandbox for all samples of the process."""
+    """Return the sandbox shared by all samples of the process."""
     return PythonSandbox(limits, processes=processes, is_unsafe=is_unsafe)
 
 
 def grade(sample: Sample) -> float:
-    """1 for the right answer, a tenth for a wrong one after a program that ran; 0 when cut off."""
+    """Return 1 for a right answer, 0.1 for a wrong one if a program ran successfully, 0 for a truncated response."""
     if sample.status is not Sample.Status.COMPLETED or not ends_behind_its_box(sample):
         return 0.0
     answer = sample.response.rpartition("\\boxed{")[2]
@@ -77,7 +77,7 @@ def grade(sample: Sample) -> float:
 
 
 async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: Any) -> float | list[float]:
-    """``--custom-rm-path``: one sample gives a number, a list of samples gives a list."""
+    """``--custom-rm-path``: return a number for one sample, or a list for a list of samples."""
     if isinstance(sample, list):
         return [grade(one) for one in sample]
     return grade(sample)

@@ -1,7 +1,7 @@
-"""Runs Python that a model wrote: isolated by the kernel, with bounds on time, memory and output.
+"""Runs model-written Python code, isolated by the kernel and with limits on time, memory and output.
 
-A program sees the standard library and an empty folder.  It cannot start a process or open a socket, and no file or
-variable of this machine is in its reach (``slime.agent.sandbox.runner``).
+A program sees the standard library and an empty folder.  It cannot start processes, open sockets, or access files or
+environment variables of this machine (``slime.agent.sandbox.runner``).
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from slime.agent.sandbox.runner import IsolatedRunner
 from slime.agent.sandbox.runner import Limits as RunnerLimits
 
 START_S = 10.0
-"""On top of ``time_s``: what a program may sleep or wait for busy cores."""
+"""Wall-clock seconds beyond ``time_s`` that a program may sleep or wait for busy cores."""
 DISK_MIB = 16
 THREADS = 16
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one program."""
+    """Limits of one program."""
 
     time_s: float = 5.0
-    """Of its processor; on the clock it may take ``START_S`` longer."""
+    """CPU time; the wall-clock limit is ``START_S`` longer."""
     memory_mib: int = 512
-    """Address space, the interpreter included (about 30 MiB)."""
+    """Address space, including the interpreter (about 30 MiB)."""
     output_characters: int = 2000
 
 
@@ -35,30 +35,30 @@ class Result:
     """The result of a program."""
 
     is_ok: bool
-    """It ran to its end."""
+    """The program ended without an error."""
     output: str
-    """Its output, then the error in one line, if there was one."""
+    """Its output, followed by the error in one line, if any."""
 
 
 class PythonSandbox:
-    """Runs up to ``processes`` programs at the same time; others wait for their turn."""
+    """Runs up to ``processes`` programs concurrently; others wait."""
 
     def __init__(self, limits: Limits, *, processes: int, is_unsafe: bool = False) -> None:
         self.limits, self.processes, self.is_unsafe = limits, processes, is_unsafe
 
     async def run(self, program: str) -> Result:
-        """Run it, without holding up the event loop.
+        """Run a program without blocking the event loop.
 
         Raises:
             ConfigError: this machine cannot isolate programs.
-            SandboxError: isolation failed; that is the machine's fault and not the program's.
+            SandboxError: isolation failed, which is not the program's fault.
         """
         async with _free(self.processes, id(asyncio.get_running_loop())):
             return await _run(program, self.limits, self.is_unsafe)
 
 
 def run_program(program: str, limits: Limits, *, is_unsafe: bool = False) -> Result:
-    """Run one program where no event loop runs."""
+    """Run one program, outside of an event loop."""
     return asyncio.run(_run(program, limits, is_unsafe))
 
 
@@ -91,5 +91,5 @@ def _killed(limits: Limits) -> Result:
 
 @functools.cache
 def _free(count: int, loop: int) -> asyncio.Semaphore:
-    """Return what bounds the programs of one event loop."""
+    """Return the semaphore that limits the programs of one event loop."""
     return asyncio.Semaphore(count)

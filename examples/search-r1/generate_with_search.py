@@ -3,11 +3,11 @@
     --custom-generate-function-path generate_with_search.generate
     --custom-rm-path generate_with_search.reward_func
 
-with this folder on PYTHONPATH.  The policy searches by ``<search>words</search>``; what is found is the next message;
-a turn without a search is the answer.  Settings, by ``--custom-config-path``: ``search_corpus`` (a file with one
-document a line, or the URL of a server), ``search_max_turns``, ``search_topk``.
+with this folder on PYTHONPATH.  The policy searches with ``<search>words</search>``, and the results are the next
+message.  A turn without a search is the final answer.  Settings, by ``--custom-config-path``: ``search_corpus`` (a
+file with one document per line, or the URL of a server), ``search_max_turns``, ``search_topk``.
 
-The idea of searching with a policy that is trained for it is Search-R1's, arXiv:2503.09516.
+Source: training a policy to search is from Search-R1, arXiv:2503.09516.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOPK = 1
 MAX_OBSERVATION_CHARACTERS = 2000
 NOTHING = "nothing found"
 HALF_MARK = 0.1
-"""Reward of a wrong answer that was searched for."""
+"""Reward of a wrong answer after a search."""
 
 _SEARCH, _SEARCH_END = re.compile(r"<search>(.*?)</search>", re.DOTALL), "</search>"
 
@@ -40,7 +40,8 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
     """``--custom-generate-function-path``: search until the policy answers."""
 
     async def environment(turn: str) -> str | None:
-        queries = _SEARCH.findall(turn, 0, turn.rfind(_SEARCH_END) + len(_SEARCH_END))  # behind it none ends
+        # Stop at the last closing tag: unclosed tags after it would make the search quadratic.
+        queries = _SEARCH.findall(turn, 0, turn.rfind(_SEARCH_END) + len(_SEARCH_END))
         if not queries:
             return None
         sample.metadata["num_searches"] = sample.metadata.get("num_searches", 0) + 1
@@ -51,7 +52,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
 
 
 async def observe(args: Namespace, query: str) -> str:
-    """Return the text of the best documents for ``query``, as the policy reads it."""
+    """Return the text of the best documents for ``query``, as shown to the policy."""
     corpus, topk = str(args.search_corpus), getattr(args, "search_topk", TOPK)
     if corpus.startswith("http"):
         documents = (await post(corpus, {"query": query, "topk": topk}))["documents"]
@@ -62,12 +63,12 @@ async def observe(args: Namespace, query: str) -> str:
 
 @functools.cache
 def retriever_of(corpus: str) -> Retriever:
-    """The index of a file, made once in a process."""
+    """Return the index of a file, built once per process."""
     return Retriever.of_file(corpus)
 
 
 def grade(sample: Sample) -> float:
-    """F1 of the boxed answer against the label; a tenth for a wrong answer after a search; 0 when cut off."""
+    """Return the F1 of the boxed answer; 0.1 for a wrong answer after a search; 0 for a truncated response."""
     if sample.status is not Sample.Status.COMPLETED or not ends_behind_its_box(sample):
         return 0.0
     answer = extract_boxed_answer(sample.response) or ""
@@ -76,7 +77,7 @@ def grade(sample: Sample) -> float:
 
 
 async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: Any) -> float | list[float]:
-    """``--custom-rm-path``: one sample gives a number, a list of samples gives a list."""
+    """``--custom-rm-path``: return a number for one sample, or a list for a list of samples."""
     if isinstance(sample, list):
         return [grade(one) for one in sample]
     return grade(sample)

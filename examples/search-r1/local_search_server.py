@@ -1,4 +1,4 @@
-"""A small retriever: BM25 over the lines of a file.  In the rollout's own process, or as a server.
+"""A small retriever with BM25 over the lines of a file, for use in the rollout process or as a server.
 
     python examples/search-r1/local_search_server.py --corpus facts.txt --port 8000
 
@@ -20,20 +20,20 @@ from pathlib import Path
 from aiohttp import web
 
 K1 = 1.2
-"""BM25's k1: the smaller, the sooner further occurrences of a word count for little."""
+"""BM25's k1: with smaller values, repeated occurrences of a word add less."""
 B = 0.75
-"""BM25's b: the discount of long documents, 0 for none, 1 for full."""
+"""BM25's b: length normalization of documents, from 0 (none) to 1 (full)."""
 
 _WORD = re.compile(r"\w+")
 
 
 def words_of(text: str) -> list[str]:
-    """Lower-case words."""
+    """Return the lower-case words of a text."""
     return _WORD.findall(text.lower())
 
 
 class Retriever:
-    """An index of documents; it never changes, so threads may share it."""
+    """An immutable index of documents, which threads may share."""
 
     def __init__(self, documents: Sequence[str]) -> None:
         self.documents = list(documents)
@@ -47,11 +47,11 @@ class Retriever:
 
     @classmethod
     def of_file(cls, path: str | Path) -> Retriever:
-        """The index of a file with one document a line."""
+        """Index a file with one document per line."""
         return cls([line for line in Path(path).read_text().splitlines() if line.strip()])
 
     def scores(self, query: str) -> dict[int, float]:
-        """Number of the document -> BM25 score, of those that share a word with the query."""
+        """Return document number -> BM25 score, for documents that share a word with the query."""
         scores: dict[int, float] = {}
         for word in set(words_of(query)):
             postings = self._postings.get(word, [])
@@ -62,16 +62,16 @@ class Retriever:
         return scores
 
     def search(self, query: str, topk: int) -> list[str]:
-        """The best documents, best first; of equal ones the earlier first."""
+        """Return the ``topk`` best documents, best first; ties keep document order."""
         return [self.documents[number] for number, _ in self.best(query, topk)]
 
     def best(self, query: str, topk: int) -> list[tuple[int, float]]:
-        """(number, score) of the best documents."""
+        """Return (number, score) of the ``topk`` best documents."""
         return heapq.nsmallest(topk, self.scores(query).items(), key=lambda item: (-item[1], item[0]))
 
 
 def application(retriever: Retriever) -> web.Application:
-    """The server."""
+    """Return the server application."""
 
     async def retrieve(request: web.Request) -> web.Response:
         body = await request.json()
@@ -86,14 +86,14 @@ def application(retriever: Retriever) -> web.Application:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, required=True, help="file with one document a line")
+    parser.add_argument("--corpus", type=Path, required=True, help="file with one document per line")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
     if not options.corpus.is_file():
-        parser.error(f"--corpus {options.corpus} is no file; give a text with one document a line")
+        parser.error(f"--corpus {options.corpus} is not a file; give a text file with one document per line")
     web.run_app(application(Retriever.of_file(options.corpus)), host=options.host, port=options.port)
 
 

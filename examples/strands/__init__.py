@@ -1,1 +1,1 @@
-"""An agent made with the package strands-agents, trained through the OpenAI adapter of slime.agent."""
+"""An agent built with the package strands-agents, trained through the OpenAI adapter of slime.agent."""

@@ -1,7 +1,7 @@
 """``--custom-generate-function-path examples.strands.generate_with_strands.generate``.
 
-Each sample is played by a Strands agent (``pip install -e '.[strands]'``) with a tool that multiplies.  The agent is
-built as its documentation says, with the model behind OpenAI's protocol: nothing in it is made for training.
+A Strands agent (``pip install -e '.[strands]'``) with a multiplication tool plays each sample.  It is built as its
+documentation describes, with the model behind the OpenAI API, and has no code for training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BOX = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
 async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample | list[Sample]:
-    """``--custom-generate-function-path``: the reward is 1 when the agent's last box has the label."""
+    """``--custom-generate-function-path``: the reward is 1 if the agent's last box holds the label."""
 
     async def answer(url: str, sid: str) -> float:
         question = str(sample.metadata.get("question", sample.prompt))
@@ -31,8 +31,8 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
 
 
 async def ask(url: str, key: str, question: str) -> str:
-    """Return the agent's last words; "" when it was stopped by a limit or by the end of the rollout."""
-    # Imported here: only this example needs the package.
+    """Return the agent's final text, or "" if a limit or the end of the rollout stopped it."""
+    # Imported here, because only this example needs the package.
     import openai
     from strands import Agent
     from strands.models.openai import OpenAIModel

@@ -1,8 +1,8 @@
 """``--custom-generate-function-path generate_with_tau.generate``: an agent between a user and a database.
 
-A turn with a call of a tool that the environment offers is that action; any other turn is said to the user.  The task
-is ``metadata["task_index"]`` of the sample.  Settings, by ``--custom-config-path``: ``tau_env`` and
-``tau_env_settings`` (for ``get_env``), ``tau_max_turns``.
+A turn that calls one of the environment's tools is that action; any other turn is a message to the user.  The task is
+the sample's ``metadata["task_index"]``.  Settings, by ``--custom-config-path``: ``tau_env`` and ``tau_env_settings``
+(for ``get_env``), ``tau_max_turns``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MAX_TURNS = 8
 
 
 async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Play one task; the reward is the environment's, 0 when a limit ended the conversation."""
+    """Play one task; the reward is the environment's, or 0 if a limit ended the conversation."""
     env, action_class = tau_env.get_env(getattr(args, "tau_env", "orders"), **getattr(args, "tau_env_settings", {}))
-    # A simulated user may be a model behind HTTP: its calls must not hold up the event loop.
+    # The simulated user may be a model behind HTTP, whose calls must not block the event loop.
     begun = await asyncio.to_thread(env.reset, task_index=int(sample.metadata["task_index"]))
     if not sample.tokens:
         messages = [{"role": "system", "content": env.wiki}] if env.wiki else []
@@ -34,7 +34,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         sample.prompt = render(tokenizer, messages, env.tools_info, f"Sample {sample.index}", **kwargs)
     reward = 0.0
     actions = sample.metadata.setdefault("actions", [])
-    for name, arguments in actions:  # a sample that was interrupted: bring the environment to where it was
+    for name, arguments in actions:  # replay the actions of an interrupted sample
         await asyncio.to_thread(env.step, action_class(name=name, kwargs=arguments))
 
     async def environment(turn: str) -> list[dict[str, Any]] | None:

@@ -1,11 +1,11 @@
-"""Environments with the interface of tau-bench: a user, a database, and tools between the two.
+"""Environments with tau-bench's interface: a user, a database, and tools to access it.
 
-``get_env("retail", ...)`` and ``"airline"`` come from the package ``tau_bench``, which is on no package index: install
-it from its repository.  ``get_env("orders")`` is here, needs nothing, and is small enough for the tiny model: a user
-wants the last of their orders cancelled.
+``get_env("retail", ...)`` and ``"airline"`` come from the package ``tau_bench``, which is not on a package index:
+install it from its repository.  ``get_env("orders")`` is defined here, has no dependencies, and is small enough for
+the tiny model: a user wants to cancel their last order.
 
-The interface is tau-bench's (arXiv:2406.12045): ``reset(task_index)``, ``step(Action)``, ``tools_info``, ``wiki``; the
-reward is 1 when the database ends as the task's own actions would leave it.
+The interface is tau-bench's (arXiv:2406.12045): ``reset(task_index)``, ``step(Action)``, ``tools_info``, ``wiki``.
+The reward is 1 if the final database is the one that the task's reference actions produce.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, Protocol
 from examples.tiny_tools.agents import order_request, order_task
 
 RESPOND = "respond"
-"""Name of the action that speaks to the user."""
+"""Name of the action that sends a message to the user."""
 STOP = "###STOP###"
-"""What the user says when they have nothing more to say."""
+"""The user's message that ends the conversation."""
 
 
 @dataclass
 class Action:
-    """A call of a tool, or words for the user: ``Action("respond", {"content": text})``."""
+    """A tool call, or a message to the user: ``Action("respond", {"content": text})``."""
 
     name: str
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Action:
 
 @dataclass
 class EnvResponse:
-    """What an action led to."""
+    """The result of an action."""
 
     observation: str
     reward: float = 0.0
@@ -41,24 +41,25 @@ class EnvResponse:
 
 
 class Env(Protocol):
-    """What examples/tau-bench needs of an environment."""
+    """The interface of environments that this example requires."""
 
     tools_info: list[dict[str, Any]]
     wiki: str
 
     def reset(self, task_index: int | None = None) -> Any:
-        """Begin a task; the answer's ``observation`` is what the user says first."""
+        """Begin a task; the result's ``observation`` is the user's first message."""
 
     def step(self, action: Any) -> Any:
-        """Act; the answer has ``observation``, ``reward`` and ``done``."""
+        """Perform an action; the result has ``observation``, ``reward`` and ``done``."""
 
 
 def get_env(name: str, **settings: Any) -> tuple[Env, type]:
-    """Return the environment and its class of actions.
+    """Return the environment and its action class.
 
     Args:
         name: ``orders``, or an environment of tau-bench.
-        settings: ``user_strategy``, ``user_model``, ``user_provider``, ``task_split`` of tau-bench; none here.
+        settings: tau-bench's ``user_strategy``, ``user_model``, ``user_provider``, ``task_split``; ignored by
+            ``orders``.
     """
     if name == "orders":
         return OrdersEnv(), Action
@@ -75,7 +76,7 @@ def _tool(name: str, description: str, **parameters: str) -> dict[str, Any]:
 
 
 class OrdersEnv:
-    """A shop with one user, whose last order is to be cancelled."""
+    """A shop with one user, who wants to cancel their last order."""
 
     tools_info = [
         _tool("get_orders", "The open orders of a user.", user="string"),
@@ -96,7 +97,7 @@ class OrdersEnv:
         return EnvResponse(order_request(name))
 
     def step(self, action: Action) -> EnvResponse:
-        """Run a tool; after words for the user the task is over."""
+        """Run a tool; a message to the user ends the task."""
         if action.name == RESPOND:
             return EnvResponse(STOP, reward=self.calculate_reward(), done=True)
         if action.name == "get_orders":
@@ -111,5 +112,5 @@ class OrdersEnv:
         return EnvResponse(f"no such tool: {action.name}")
 
     def calculate_reward(self) -> float:
-        """Return 1 when the database is as it should be."""
+        """Return 1 if the database is in the required state, else 0."""
         return float(self.data == self.wanted)

@@ -1,1 +1,1 @@
-"""Sums modulo ten: a task, a tokenizer and a model small enough to see GRPO work on two CPU cores."""
+"""Sums modulo ten: a task, a tokenizer and a model small enough for GRPO on two CPU cores."""

@@ -1,9 +1,10 @@
-"""Accuracy of a Hugging Face folder on the held-out prompts, by transformers' own ``generate``.
+"""Measures the accuracy of a Hugging Face folder on the held-out prompts with transformers' ``generate``.
 
     python examples/tiny_arithmetic/hf_accuracy.py --hf runs/tiny/sft/hf --data runs/tiny/task/data/eval.jsonl
 
-No engine, no trainer: an independent check of what was exported.  With ``--fit-for-grpo`` it ends with code 1 when the
-model is no fit warm start: too good or too bad, its guesses beat chance, or its worked answers are mostly wrong.
+It needs neither engine nor trainer, so it is an independent check of an exported model.  With ``--fit-for-grpo`` the
+exit code is 1 if the model is not a suitable warm start: too good or too bad, guesses well above chance, or a share of
+worked answers that is too low or too high.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ MAX_NEW_TOKENS = 32
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Shares of right answers, in [0, 1]."""
+    """Fractions of right answers, in [0, 1]."""
 
     overall: float
     worked: float
-    """Among the answers that show running sums."""
+    """Among answers that show running sums."""
     guessed: float
-    """Among those that box a digit at once."""
+    """Among answers that box a digit immediately."""
     worked_share: float
+    """Fraction of answers that show running sums."""
 
     def why_unfit(self) -> str | None:
-        """Why GRPO should not start from this model; None when it may."""
+        """Return why GRPO should not start from this model; None if it may."""
         if not 0.15 <= self.overall <= 0.65:
             return f"{self.overall:.0%} right, but a weak policy is 15-65 % right"
         if self.guessed > 0.25:
@@ -85,16 +87,18 @@ def measure(hf_folder: Path, data: Path, *, greedy: bool, seed: int) -> Accuracy
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     from slime.backends.sglang_utils import cpu_shim
 
-    cpu_shim.install()  # transformers cannot import its models beside a torchvision that does not fit this torch
+    cpu_shim.install()  # transformers cannot import its models with a torchvision that does not match torch
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", type=Path, required=True, help="Hugging Face folder")
     parser.add_argument("--data", type=Path, required=True, help="jsonl file of prompts and labels")
     parser.add_argument("--greedy", action="store_true", help="take the most likely token instead of sampling")
     parser.add_argument("--seed", type=int, default=1, help="of the sampling")
-    parser.add_argument("--fit-for-grpo", action="store_true", help="end with code 1 when it is no fit warm start")
+    parser.add_argument(
+        "--fit-for-grpo", action="store_true", help="exit with code 1 if it is not a suitable warm start"
+    )
     options = parser.parse_args()
     for path in (options.hf / "config.json", options.data):
         if not path.is_file():

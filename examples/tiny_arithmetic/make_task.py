@@ -1,11 +1,11 @@
-"""Make everything that the tiny job starts from: tokenizer, random model, data files.
+"""Creates everything that the tiny job starts from: tokenizer, random model, data files.
 
     python examples/tiny_arithmetic/make_task.py --output runs/tiny
 
-writes ``hf/`` (a Hugging Face folder), ``data/sft.jsonl`` (chat rows, in the order of the curriculum),
-``data/grpo.jsonl``, ``data/eval.jsonl`` (prompt and label), ``eval.yaml`` (how the held-out prompts are sampled), and
-``task.json``, which says what was made.  When
-``task.json`` already says the same, nothing is done.  The files depend on ``--seed`` alone.
+writes ``hf/`` (a Hugging Face folder), ``data/sft.jsonl`` (chat rows, in curriculum order), ``data/grpo.jsonl`` and
+``data/eval.jsonl`` (prompt and label), ``eval.yaml`` (sampling of the held-out prompts), and ``task.json``, a
+manifest.  Nothing is written if ``task.json`` already has the same format and seed.  The files depend only on
+``--seed``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from examples.tiny_arithmetic import model, task  # noqa: E402
 from examples.tiny_arithmetic.tokenizer import build_tokenizer  # noqa: E402
 
 FORMAT = 3
-"""Raised when what the files hold changes, so that older folders are made again."""
+"""Increase this when the content of the files changes, so that older folders are created again."""
 
 BATCH_ROWS = 64
 """Rows of one SFT step (``--rollout-batch-size`` of the warm start)."""
@@ -30,7 +30,7 @@ CURRICULUM = (
     task.Demonstrations(num_rows=200 * BATCH_ROWS, worked_share=1.0, slip_rate=0.0),
     task.Demonstrations(num_rows=40 * BATCH_ROWS, worked_share=0.4, slip_rate=0.08),
 )
-"""First clean worked sums, until adding is learned; then a weak teacher, so that a weak policy comes out."""
+"""First clean worked sums, to learn addition; then a weak teacher, to get a weak policy."""
 
 NUM_SFT_STEPS = sum(stretch.num_rows for stretch in CURRICULUM) // BATCH_ROWS
 NUM_GRPO_PROMPTS = 8192
@@ -61,7 +61,7 @@ def _write_rows(path: Path, rows: list[dict]) -> None:
 
 
 def make_task(output: Path, seed: int) -> dict:
-    """Write the whole folder; gives the manifest that ``task.json`` holds."""
+    """Write the whole folder; return the manifest in ``task.json``."""
     num_sft_rows = sum(stretch.num_rows for stretch in CURRICULUM)
     sizes = {"eval": NUM_EVAL_PROMPTS, "grpo": NUM_GRPO_PROMPTS, "sft": num_sft_rows}
     sets = task.split_operands(sizes, seed)
@@ -77,7 +77,7 @@ def make_task(output: Path, seed: int) -> dict:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=2026, help="of the split, the demonstrations and the model")

@@ -1,7 +1,7 @@
-"""A random Qwen3 model of 0.3 million parameters, written as a Hugging Face checkpoint.
+"""A random Qwen3 model with 0.3 million parameters, written as a Hugging Face checkpoint.
 
-The tensors are written directly: making the folder needs neither transformers' model code nor the trainer.
-The dimensions are those of ``scripts/models/tiny-arithmetic.sh``.
+The tensors are written directly, without transformers' model code or the trainer.  The dimensions are those of
+``scripts/models/tiny-arithmetic.sh``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_HEADS = 4
 NUM_KV_HEADS = 2
 HEAD_DIM = 32
 INIT_STD = 0.08
-"""Wider than the usual 0.02: at this size the sums are learned several times faster."""
+"""Larger than the usual 0.02: a model of this size then learns the sums several times faster."""
 
 HF_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -51,7 +51,7 @@ HF_CONFIG = {
 
 
 def random_weights(seed: int) -> dict[str, torch.Tensor]:
-    """HF name -> float32 tensor: normal matrices of standard deviation ``INIT_STD``, norms of one."""
+    """Return HF name -> float32 tensor: normal matrices with standard deviation ``INIT_STD``, and norms of 1."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ def random_weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def write_model(folder: Path, seed: int) -> int:
-    """Write config and weights into ``folder``; gives the number of parameters."""
+    """Write config and weights into ``folder``; return the number of parameters."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = random_weights(seed)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Summary of a finished run: its curves in the terminal and as a PNG, its accuracy, and where the models lie.
+"""Summarizes a finished run: curves in the terminal and as a PNG, accuracy, and the paths of its models.
 
     python examples/tiny_arithmetic/summary.py runs/tiny/grpo-seed1
 
@@ -24,13 +24,13 @@ HEIGHT, WIDTH = 12, 64
 
 
 def curve(records: Sequence[dict], name: str, step_key: str, shift: int = 0) -> Curve:
-    """The values of one metric over the steps; a step that was run again shows its last value."""
+    """Return the values of one metric over steps; a repeated step has its last value."""
     steps = merge_by_step(records, step_key)
     return [(step + shift, metrics[name]) for step, metrics in steps.items() if name in metrics]
 
 
 def eval_curve(records: Sequence[dict], name: str) -> Curve:
-    """Accuracy over *trained* steps: the evaluation before the first rollout is at 0, one after rollout k at k + 1."""
+    """Return accuracy over *trained* steps: 0 for the evaluation before the first rollout, k + 1 after rollout k."""
     points: dict[float, float] = {}
     has_trained = False
     for record in records:
@@ -41,7 +41,7 @@ def eval_curve(records: Sequence[dict], name: str) -> Curve:
 
 
 def draw(curves: dict[str, Curve]) -> str:
-    """A chart of characters: the first letter of a curve's name marks its points; the y axis is 0 to 1."""
+    """Draw a text chart with y from 0 to 1; the first letter of a curve's name marks its points."""
     last = max((point[0] for points in curves.values() for point in points), default=1) or 1
     grid = [[" "] * (WIDTH + 1) for _ in range(HEIGHT + 1)]
     for name, points in curves.items():
@@ -55,7 +55,7 @@ def draw(curves: dict[str, Curve]) -> str:
 
 
 def write_png(curves: dict[str, Curve], path: Path) -> None:
-    """The same curves as a picture."""
+    """Write the curves as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -78,7 +78,7 @@ def _last_folder(parent: Path, pattern: str) -> Path | None:
 
 
 def summarise(run: Path) -> str:
-    """The text of the summary; writes ``curves.png`` into the run's folder."""
+    """Write ``curves.png`` into the run's folder and return the text of the summary."""
     records = list(read_records(run / FILE_NAME))
     curves = {
         "reward of the training prompts": curve(records, "rollout/raw_reward", "rollout/step"),
@@ -105,7 +105,7 @@ def summarise(run: Path) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the --save folder of the run")
     options = parser.parse_args()

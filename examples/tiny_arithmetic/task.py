@@ -1,15 +1,15 @@
-"""Questions, worked answers, and the three disjoint sets of them.
+"""Questions, worked answers, and disjoint data sets of them.
 
-A question is a sum of five digits, wanted modulo ten::
+A question is a sum of five digits modulo ten::
 
     7+2+9+4+8 mod 10
 
-Its worked answer names each operand and the running sum behind it, then boxes the last sum::
+The worked answer lists each operand followed by the running sum, and then boxes the last sum::
 
     7 29 98 42 80 \\boxed{0}
 
-A guess boxes a digit at once.  Of the 100,000 questions a model sees a few thousand; guessing right without working
-stays at one in ten.  So there is something to learn: first that working pays, then to add without slips.
+A guess boxes a digit immediately.  A model sees a few thousand of the 100,000 questions, so a guess is right one time
+in ten.  There is something to learn: first that working pays, then to add without slips.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ Operands = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """A stretch of the SFT file: how many rows, and how good a teacher they show."""
+    """A section of the SFT file: its number of rows, and the quality of its teacher."""
 
     num_rows: int
     worked_share: float
-    """The share of worked answers; the rest guess (right one time in ten)."""
+    """Fraction of worked answers; the others are guesses, right one time in ten."""
     slip_rate: float
-    """The chance that one addition is off by one or two; the error is carried on."""
+    """Probability that an addition is off by one or two; the error propagates."""
 
 
 def question(operands: Operands) -> str:
-    """(7, 2, 9, 4, 8) -> ``7+2+9+4+8 mod 10``."""
+    """Return the question, for example (7, 2, 9, 4, 8) -> ``7+2+9+4+8 mod 10``."""
     return "+".join(map(str, operands)) + f" mod {MODULUS}"
 
 
 def answer(operands: Operands) -> str:
-    """The right digit."""
+    """Return the right digit."""
     return str(sum(operands) % MODULUS)
 
 
 def operands_of(text: str) -> Operands:
-    """The operands that ``question`` was made of."""
+    """Return the operands of a question."""
     return tuple(int(part) for part in text.removesuffix(f" mod {MODULUS}").split("+"))
 
 
 def worked_answer(operands: Operands, rng: random.Random, slip_rate: float = 0.0) -> str:
-    """Operand and running sum, step by step, then the box.  Slips are drawn from ``rng``."""
+    """Return the worked answer: operand and running sum for each step, then the box.  Slips are drawn from ``rng``."""
     total = operands[0]
     steps = [str(total)]
     for operand in operands[1:]:
@@ -63,12 +63,12 @@ def worked_answer(operands: Operands, rng: random.Random, slip_rate: float = 0.0
 
 
 def guess(rng: random.Random) -> str:
-    """A box around a random digit."""
+    """Return a box with a random digit."""
     return f"\\boxed{{{rng.randrange(MODULUS)}}}"
 
 
 def split_operands(sizes: dict[str, int], seed: int) -> dict[str, list[Operands]]:
-    """name -> that many operand tuples; no tuple occurs twice, in one set or in two."""
+    """Return name -> list of ``sizes[name]`` operand tuples; no tuple occurs twice, within or across sets."""
     rng = random.Random(seed)
     numbers = rng.sample(range(MODULUS**NUM_OPERANDS), sum(sizes.values()))
     drawn = [tuple(number // MODULUS**place % MODULUS for place in range(NUM_OPERANDS)) for number in numbers]
@@ -80,7 +80,7 @@ def split_operands(sizes: dict[str, int], seed: int) -> dict[str, list[Operands]
 
 
 def sft_rows(operands: list[Operands], curriculum: tuple[Demonstrations, ...], seed: int) -> list[dict]:
-    """Chat rows in the order they are to be learned: ``{"messages": [user, assistant]}``."""
+    """Return chat rows in training order: ``{"messages": [user, assistant]}``."""
     rng = random.Random(seed)
     rows = []
     stretches = [stretch for stretch in curriculum for _ in range(stretch.num_rows)]
@@ -99,5 +99,5 @@ def sft_rows(operands: list[Operands], curriculum: tuple[Demonstrations, ...], s
 
 
 def prompt_rows(operands: list[Operands]) -> list[dict]:
-    """Rows for reinforcement learning and evaluation: ``{"prompt": text, "label": digit}``."""
+    """Return rows for reinforcement learning and evaluation: ``{"prompt": text, "label": digit}``."""
     return [{"prompt": question(numbers), "label": answer(numbers)} for numbers in operands]

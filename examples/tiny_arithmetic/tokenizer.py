@@ -1,4 +1,4 @@
-"""A tokenizer of 128 entries, one a character, with the ChatML template: an ordinary Hugging Face fast tokenizer.
+"""A character-level Hugging Face fast tokenizer with 128 entries and the ChatML template.
 
 ASCII text survives encoding and decoding; any other character becomes a space.
 """
@@ -14,7 +14,7 @@ PAD_ID, END_ID = 0, 2
 
 _SPECIAL = [PAD, START, END]
 _WORDS = ["\\boxed{", "mod", "system", "user", "assistant", "<think>", "</think>"]
-"""Written as one token each, so that prompts and answers stay short."""
+"""Encoded as one token each, to keep prompts and answers short."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer; ids 0, 1, 2 are padding, start and end of a turn."""
+    """Return the tokenizer; ids 0, 1 and 2 are padding, start of turn and end of turn."""
     characters = ["\n"] + [chr(code) for code in range(32, 127)]
     entries = _SPECIAL + _WORDS + characters
     entries += [f"<|reserved_{number}|>" for number in range(VOCAB_SIZE - len(entries))]

@@ -1,1 +1,1 @@
-"""Questions that need a tool or a second opinion, for the tiny model of examples/tiny_arithmetic."""
+"""Questions that require a tool or a judge, for the tiny model of examples/tiny_arithmetic."""

@@ -1,10 +1,10 @@
-r"""Three kinds of work for agents that the tiny model can learn, and a weak teacher for each.
+r"""Three kinds of agent tasks that the tiny model can learn, with a weak teacher for each.
 
-* calls: ``347*28``; the call of a tool that multiplies, then its result in a box (examples/strands);
-* orders: ``cancel last order of Kiv``; look up the orders, cancel one, say so (examples/tau-bench);
-* code: ``f(a)=a*7+3``; a block of Python, and another when the tests of the first failed (examples/coding_agent_rl).
+* calls: ``347*28``; call a multiplication tool, then box its result (examples/strands);
+* orders: ``cancel last order of Kiv``; look up the orders, cancel one, and say so (examples/tau-bench);
+* code: ``f(a)=a*7+3``; write a Python block, and another one if the tests fail (examples/coding_agent_rl).
 
-As in task.py the teacher sometimes guesses, so that there is something for reinforcement learning to do.
+As in task.py, the teacher sometimes guesses, which leaves something for reinforcement learning to improve.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from examples.tiny_tools import task
 SLIP_SHARE = task.GUESS_SHARE
 ORDERS_OF_A_USER = 3
 FIRST_SFT_TASK = 1_000_000
-"""Orders from this number on are only in the demonstrations."""
+"""Order tasks from this index on are used only in demonstrations."""
 WRONG = "wrong"
-"""What the tests of a program say when it fails."""
+"""Message of a program's failed tests."""
 
 
 def call(name: str, **arguments: Any) -> str:
-    """Return a call of a tool as the model writes it."""
+    """Return a tool call in the model's format."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments}, separators=(',', ':'))}</tool_call>"
 
 
 def order_task(index: int) -> tuple[str, list[int]]:
-    """Return the user of task ``index`` and their orders, the last one being the one to cancel."""
+    """Return the user of task ``index`` and their orders, of which the last must be canceled."""
     rng = random.Random(f"orders {index}")
     name = rng.choice(task._FIRST) + rng.choice(task._VOWELS) + rng.choice(task._LAST)
     return name, rng.sample(range(10, 100), ORDERS_OF_A_USER)
 
 
 def order_request(name: str) -> str:
-    """Return what the user says first."""
+    """Return the user's first message."""
     return f"cancel last order of {name}"
 
 
@@ -46,7 +46,7 @@ def program(a: int, b: int, sign: str) -> str:
 
 
 def code_row(a: int, b: int, sign: str) -> dict[str, Any]:
-    """Return a prompt with the file that tests its answer."""
+    """Return a prompt row with the test file for its answer."""
     values = [number * a + (b if sign == "+" else -b) for number in range(5)]
     test = f"from f import f\nassert [f(a) for a in range(5)] == {values}, {WRONG!r}\n"
     question = f"f(a)=a*{a}{sign}{b}"
@@ -55,7 +55,7 @@ def code_row(a: int, b: int, sign: str) -> dict[str, Any]:
 
 
 def prompt_rows(count: int, rng: random.Random) -> dict[str, list[dict[str, Any]]]:
-    """Return ``count`` prompts of each kind, no two of a kind alike."""
+    """Return ``count`` prompts of each kind; calls and code have no duplicates."""
     products: dict[str, str] = {}
     while len(products) < count:
         a, b = task.factors(rng)

@@ -1,11 +1,11 @@
-"""Sums of reasoning-gym (``chain_sum``) that the tiny model can learn, and a weak teacher of them.
+"""Sums of reasoning-gym (``chain_sum``) that the tiny model can learn, with a weak teacher.
 
-The teacher writes the running totals, then the last one as the answer::
+The teacher writes the running totals and then the last one as the answer::
 
     State the final answer to the following arithmetic problem: 3 - 7 =
     3 -4 <answer>-4</answer>
 
-As in tiny_arithmetic/task.py it is clean at first; later it often guesses and sometimes slips.
+As in tiny_arithmetic/task.py, it makes no errors at first; later it often guesses and sometimes slips.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slime.ext.environments.gym import read_task
 
 TASK = "gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 SEED = 2_000_000
-"""Of the questions of the demonstrations; examples/run-tiny-gym.sh has others."""
+"""Seed of the demonstrations' questions; examples/run-tiny-gym.sh uses other seeds."""
 CURRICULUM = (
     Demonstrations(num_rows=360 * 64, worked_share=1.0, slip_rate=0.0),
     Demonstrations(num_rows=40 * 64, worked_share=0.4, slip_rate=0.08),
@@ -33,7 +33,7 @@ def terms_of(question: str) -> list[int]:
 
 
 def worked_answer(terms: list[int], rng: random.Random, slip_rate: float = 0.0) -> str:
-    """Return the running totals, then the last in the tags that the scorer reads.  Slips are drawn from ``rng``."""
+    """Return the running totals, then the last one in the scorer's answer tags.  Slips are drawn from ``rng``."""
     total, *later = terms
     totals = [total]
     for term in later:
@@ -45,12 +45,12 @@ def worked_answer(terms: list[int], rng: random.Random, slip_rate: float = 0.0) 
 
 
 def guess(rng: random.Random) -> str:
-    """Return an answer between the smallest and the largest that there are."""
+    """Return a random answer within the range of possible answers."""
     return f"<answer>{rng.randrange(-9, 19)}</answer>"
 
 
 def sft_rows(rng: random.Random) -> list[dict[str, Any]]:
-    """Return chat rows in the order they are to be learned."""
+    """Return chat rows in training order."""
     stretches = [stretch for stretch in CURRICULUM for _ in range(stretch.num_rows)]
     questions = read_task(f"{TASK}&size={len(stretches)}&seed={SEED}", slice(None), "--task")
     rows = []

@@ -1,11 +1,12 @@
-"""Make the data of the examples that use tools.
+"""Creates the data of the examples that use tools.
 
     python examples/tiny_tools/make_task.py --output runs/tiny/tools
 
-writes ``facts.txt`` (what is searched), ``search.jsonl``, ``python.jsonl`` and ``sums.jsonl`` (prompt and label), for
-each ``*_eval.jsonl`` (held out) and ``*_eval.yaml`` (how those are sampled), and ``sft.jsonl``: conversations of a
-weak teacher, for examples/tiny_tools/warm-start.sh.  With ``--task agents``: ``sft.jsonl``, ``calls.jsonl``,
-``orders.jsonl`` and ``code.jsonl``; with ``--task gym``: ``sft.jsonl``.  The files depend on ``--seed`` alone.
+writes ``facts.txt`` (the search corpus), ``search.jsonl``, ``python.jsonl`` and ``sums.jsonl`` (prompt and label),
+with an ``*_eval.jsonl`` (held out) and ``*_eval.yaml`` (sampling) for each, and ``sft.jsonl``, conversations of a weak
+teacher for examples/tiny_tools/warm-start.sh.  ``--task agents`` writes ``sft.jsonl``, ``calls.jsonl``,
+``orders.jsonl`` and ``code.jsonl``, the last three also with held-out files; ``--task gym`` writes ``sft.jsonl``.  The
+files depend only on ``--seed``.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from examples.tiny_arithmetic import task as sums  # noqa: E402
 from examples.tiny_tools import agents, gym, task  # noqa: E402
 
 SFT_ROWS = {"search": 5120, "python": 5120, "judge": 2560, "sums": 2560}
-"""The data of the warm start; the sums keep up what the model has learned already."""
+"""Rows of the warm start by kind; the sums maintain what the model has already learned."""
 AGENT_SFT_ROWS = 10240
-"""Of each of the three kinds of examples/tiny_tools/agents.py; after half of them no product is copied from a tool."""
+"""Rows of each kind of examples/tiny_tools/agents.py; half as many do not teach copying a tool's result."""
 NUM_PROMPTS = 1024
 NUM_EVAL_PROMPTS = 128
 SFT_SUMS = sums.Demonstrations(num_rows=SFT_ROWS["sums"], worked_share=0.4, slip_rate=0.08)
@@ -47,7 +48,7 @@ eval:
       n_samples_per_eval_prompt: 1
 """
 EVALS = {"search": ("true", 4), "python": ("true", 1), "sums": ("false", 1)}
-"""Data set -> whether prompts become messages at once (examples/multi_agent does it later), samples of each."""
+"""Data set -> (``apply_chat_template``, samples per prompt).  examples/multi_agent applies the template itself."""
 
 
 def _write_rows(path: Path, rows: list[dict]) -> None:
@@ -55,12 +56,12 @@ def _write_rows(path: Path, rows: list[dict]) -> None:
 
 
 def search_prompts(people: list[task.Person]) -> list[dict]:
-    """A question about every person, with the code of the pet as label."""
+    """Return a question about every person, with the code of their pet as label."""
     return [{"prompt": task.search_question(one), "label": one.code} for one in people]
 
 
 def python_prompts(count: int, rng: random.Random) -> list[dict]:
-    """Products, no two alike."""
+    """Return ``count`` different products."""
     drawn: dict[str, str] = {}
     while len(drawn) < count:
         a, b = task.factors(rng)
@@ -69,7 +70,7 @@ def python_prompts(count: int, rng: random.Random) -> list[dict]:
 
 
 def make_task(output: Path, seed: int) -> dict[str, int]:
-    """Write the folder; gives the rows of each file."""
+    """Write the folder; return the number of rows of each file."""
     output.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     people = task.make_people(seed)
@@ -96,7 +97,7 @@ def make_task(output: Path, seed: int) -> dict[str, int]:
 
 
 def make_agents(output: Path, seed: int) -> dict[str, int]:
-    """Write the folder of examples/strands, tau-bench and coding_agent_rl; gives the rows of each file."""
+    """Write the folder of examples/strands, tau-bench and coding_agent_rl; return the number of rows of each file."""
     rng = random.Random(seed)
     files = {"sft": agents.sft_rows(AGENT_SFT_ROWS, rng)}
     for name, rows in agents.prompt_rows(NUM_PROMPTS + NUM_EVAL_PROMPTS // 2, rng).items():
@@ -106,7 +107,7 @@ def make_agents(output: Path, seed: int) -> dict[str, int]:
 
 
 def make_gym(output: Path, seed: int) -> dict[str, int]:
-    """Write the demonstrations for examples/run-tiny-gym.sh, whose questions are made while it runs."""
+    """Write the demonstrations for examples/run-tiny-gym.sh, which generates its questions while it runs."""
     return _write(output, {"sft": gym.sft_rows(random.Random(seed))}, {})
 
 
@@ -122,10 +123,10 @@ def _write(output: Path, files: dict[str, list[dict]], evals: dict[str, tuple[st
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=7, help="of everything that is drawn")
+    parser.add_argument("--seed", type=int, default=7, help="of all random choices")
     kinds = {"tools": make_task, "agents": make_agents, "gym": make_gym}
     parser.add_argument("--task", choices=kinds, default="tools", help="which questions")
     options = parser.parse_args()

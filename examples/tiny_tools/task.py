@@ -1,11 +1,11 @@
-"""Three kinds of questions that the tiny model cannot answer alone, and a weak teacher for each.
+"""Three kinds of questions that the tiny model cannot answer alone, with a weak teacher for each.
 
 * search: ``code of pet of Kiv``; two look-ups in a table of facts, then the code in a box;
-* python: ``347*28``; a product that a model of 0.3 million parameters cannot form, but a program can;
-* judge: ``7+2+9+4+8 mod 10 answers 0 3 0``; which of the answers of several solvers is right.
+* python: ``347*28``; a product that a model with 0.3 million parameters cannot compute, but a program can;
+* judge: ``7+2+9+4+8 mod 10 answers 0 3 0``; which of several solvers' answers is right.
 
-The teacher sometimes guesses at once, so that a policy trained on it uses its tool only sometimes, and there is
-something for reinforcement learning to do.
+The teacher sometimes guesses immediately, so a policy trained on it uses its tool only sometimes, which leaves
+something for reinforcement learning to improve.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from examples.tiny_arithmetic import task as sums
 
 PERSONS = 120
 GUESS_SHARE = 0.45
-"""Answers of the teacher that box a guess at once."""
+"""Fraction of the teacher's answers that box a guess immediately."""
 NUM_SOLVERS = 3
 
 _FIRST, _VOWELS, _LAST = "BDFGKLMNPRSTVZ", "aeiou", "bdfgklmnprstvz"
@@ -25,28 +25,28 @@ _FIRST, _VOWELS, _LAST = "BDFGKLMNPRSTVZ", "aeiou", "bdfgklmnprstvz"
 
 @dataclass(frozen=True)
 class Person:
-    """One row of the table.  No pet has a person's name, so two words find one fact."""
+    """One row of the table.  No pet has a person's name, so two search words identify one fact."""
 
     name: str
     pet: str
     code: str
-    """Of the pet: two digits."""
+    """Two-digit code of the pet."""
 
 
 def make_people(seed: int) -> list[Person]:
-    """The table: every person with a pet."""
+    """Return the table of persons and their pets."""
     rng = random.Random(seed)
     names = rng.sample([a + b + c for a in _FIRST for b in _VOWELS for c in _LAST], 2 * PERSONS)
     return [Person(*pair, f"{rng.randrange(100):02d}") for pair in zip(names[::2], names[1::2], strict=True)]
 
 
 def facts(people: list[Person]) -> list[str]:
-    """The documents that are searched, one a fact."""
+    """Return the search corpus, one document per fact."""
     return [text for one in people for text in (f"pet of {one.name} is {one.pet}", f"code of {one.pet} is {one.code}")]
 
 
 def boxed(text: str) -> str:
-    """The answer's form."""
+    """Return an answer in a box."""
     return f"\\boxed{{{text}}}"
 
 
@@ -55,7 +55,7 @@ def search_question(person: Person) -> str:
 
 
 def search_turns(person: Person) -> list[dict[str, str]]:
-    """Return the turns of a teacher: two searches, then the code."""
+    """Return the teacher's turns: two searches, then the code."""
     return [
         {"role": "assistant", "content": f"<search>pet {person.name}</search>"},
         {"role": "tool", "content": f"pet of {person.name} is {person.pet}"},
@@ -70,7 +70,7 @@ def product_question(a: int, b: int) -> str:
 
 
 def product_turns(a: int, b: int) -> list[dict[str, str]]:
-    """A program, what it prints, the answer."""
+    """Return the teacher's turns: a program, its output, the answer."""
     return [
         {"role": "assistant", "content": f"```python\nprint({a}*{b})\n```"},
         {"role": "tool", "content": f"{a * b}"},
@@ -79,12 +79,12 @@ def product_turns(a: int, b: int) -> list[dict[str, str]]:
 
 
 def judge_question(question: str, answers: list[str]) -> str:
-    """Return the text for the judge; an answer that could not be read is ``?``."""
+    """Return the prompt of the judge; an unreadable answer is ``?``."""
     return f"{question} answers {' '.join(answers)}"
 
 
 def judge_rows(operands: list[sums.Operands], rng: random.Random) -> list[dict]:
-    """Rows that teach a judge to take the answer that most solvers gave; a weak one names any of them."""
+    """Return rows that teach a judge to choose the most frequent answer; as a weak teacher, 30 % choose at random."""
     rows = []
     for numbers in operands:
         right = sums.answer(numbers)
@@ -97,7 +97,7 @@ def judge_rows(operands: list[sums.Operands], rng: random.Random) -> list[dict]:
 
 
 def search_rows(people: list[Person], count: int, rng: random.Random) -> list[dict]:
-    """Demonstrations of search, over tables of invented people: only how to search can be learned, not the facts."""
+    """Return demonstrations of search; with tables that differ from the corpus, they teach searching but no facts."""
     rows = []
     for _ in range(count):
         person = rng.choice(people)
@@ -109,7 +109,7 @@ def search_rows(people: list[Person], count: int, rng: random.Random) -> list[di
 
 
 def product_rows(count: int, rng: random.Random) -> list[dict]:
-    """Demonstrations of products by program."""
+    """Return demonstrations of computing products with a program."""
     rows = []
     for _ in range(count):
         a, b = factors(rng)
@@ -121,7 +121,7 @@ def product_rows(count: int, rng: random.Random) -> list[dict]:
 
 
 def factors(rng: random.Random) -> tuple[int, int]:
-    """Two numbers of three and two digits."""
+    """Return two numbers with three and two digits."""
     return rng.randrange(100, 1000), rng.randrange(10, 100)
 
 

@@ -1,1 +1,1 @@
-"""MIS: weights and rejection for tokens that the engine sampled from other probabilities than the trainer's."""
+"""MIS: importance weights and rejection for the mismatch between engine and trainer probabilities."""

@@ -1,10 +1,10 @@
-"""MIS: importance weights and rejection by token, by sequence or by geometric mean.
+"""MIS: importance weights and rejection per token, per sequence or by geometric mean.
 
-What TIS and IcePop do for each token alone, this does for whole sequences too, with the choice of bounding, dropping
-or vetoing, and apart for the weights (TIS) and for the masks (rejection sampling, RS).  Everything is computed over
-the samples given, a micro-batch: with batch normalisation the result depends on how samples were packed.
+TIS and IcePop treat each token separately; MIS also handles whole sequences, by bounding, dropping or vetoing.
+Weights (TIS) and masks (rejection sampling, RS) are configured separately.  Everything is computed over the given
+samples, one micro-batch, so with batch normalization the result depends on how samples are packed.
 
-Shapes: N = samples; R = response tokens of a sample, whole whatever the context parallelism.
+Shapes: N = samples; R = response tokens of a whole sample, not sliced by context parallelism.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "clip", "mask"]
 
 LOG_RATIO_BOUND = 20.0
-"""Log ratios are cut to plus and minus this many nats before the exponential; exp(20) is 5e8."""
+"""Log ratios are clamped to plus or minus this many nats before exponentiation; exp(20) is 5e8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MisConfig:
-    """The keys of mis.yaml."""
+    """The settings in mis.yaml."""
 
     use_tis: bool = True
-    """Multiply the loss by weights."""
+    """Multiply the loss by importance weights."""
     tis_mode: Mode = "truncate"
-    """truncate: weights above the upper bound become the bound. clip: also those below the lower one. mask: weights
-    stay, and tokens outside the bounds are rejected."""
+    """truncate: clamp weights to the upper bound. clip: clamp to both bounds. mask: keep weights, and reject tokens
+    outside the bounds."""
     tis_level: Level = "token"
-    """The ratio that is a weight: of one token, the product over the sequence, or its geometric mean per token."""
+    """Ratio used as weight: per token, product over the sequence, or geometric mean over the sequence."""
     tis_upper_bound: float = 2.0
     tis_lower_bound: float | None = None
-    """None is ``1 / tis_upper_bound``."""
+    """Defaults to ``1 / tis_upper_bound``."""
     tis_batch_normalize: bool = False
-    """Divide the weights by their mean over the micro-batch, so that they change directions and not the step size."""
+    """Divide the weights by their mean over the micro-batch, so that they change the direction, not the step size."""
     use_rs: bool = False
-    """Reject tokens, by mask."""
+    """Reject tokens by masking them."""
     rs_level: Level = "token"
-    """The ratio that is compared with the bounds; a sequence outside is rejected as a whole."""
+    """Ratio compared with the bounds.  At the sequence and geometric levels, whole sequences are rejected."""
     rs_lower_bound: float | None = None
-    """None is the lower bound of the weights."""
+    """Defaults to the lower bound of the weights."""
     rs_upper_bound: float | None = None
-    """None is the upper bound of the weights."""
+    """Defaults to the upper bound of the weights."""
     rs_veto_threshold: float | None = None
-    """A sequence with one token whose ratio is below this is rejected; None turns it off."""
+    """With ``use_rs``, reject sequences in which any token's ratio is below this; None turns it off."""
 
     def __post_init__(self) -> None:
         for name, kinds in (("tis_mode", Mode), ("tis_level", Level), ("rs_level", Level)):
@@ -73,7 +73,7 @@ class MisConfig:
 
     @property
     def rs_bounds(self) -> tuple[float, float]:
-        """Lower and upper bound of what is not rejected."""
+        """Lower and upper bound of accepted ratios."""
         low, high = self.tis_bounds
         return (
             low if self.rs_lower_bound is None else self.rs_lower_bound,
@@ -82,24 +82,25 @@ class MisConfig:
 
 
 class MisResult(NamedTuple):
-    """Weights, masks and metrics of MIS for some samples; constant."""
+    """Weights, masks and metrics of some samples; constant."""
 
     weight_N: list[Tensor] | None
-    """[R] each, to multiply the loss by; None without ``use_tis``."""
+    """[R] each, factors of the loss; None without ``use_tis``."""
     mask_N: list[Tensor]
-    """[R] each: the loss masks, with 0 for what was rejected too."""
+    """[R] each, the loss masks with rejected tokens set to 0."""
     metrics: dict[str, list[Tensor]]
-    """[R] each, one number per token, over the tokens of the masks that came in."""
+    """[R] each, one number per token; to be averaged over the original masks."""
 
 
 def ratio_at(log_ratio_R: Tensor, mask_R: Tensor, level: Level) -> Tensor:
-    """Return the importance ratio [R] on each token:
+    """Return the importance ratio [R] of each token:
 
         token      exp(d[t])
         sequence   exp(sum of d over trained tokens)
         geometric  exp(mean of d over trained tokens)
 
-    with ``d = log pi_train - log pi_rollout``, and every exponent cut to plus and minus 20.
+    with ``d = log pi_train - log pi_rollout``, which must be 0 at untrained tokens.  Exponents are clamped to plus or
+    minus 20.
     """
     if level != "token":
         exponent = log_ratio_R.sum()
@@ -116,16 +117,16 @@ def mismatch_importance_sampling(
     mask_N: Sequence[Tensor],
     config: MisConfig,
 ) -> MisResult:
-    """Compute weights, masks and metrics of some samples, in this order: veto, rejection, weights, normalisation.
+    """Compute weights, masks and metrics of some samples: veto and rejection, then weights, then normalization.
 
-    A token's loss is to be multiplied by its weight and counted where the new mask is 1; the denominators of the loss
-    stay those of the old masks, so that what is rejected does not make the rest weigh more.
+    Multiply each token's loss by its weight, and count it where the new mask is 1.  Keep the loss denominators of the
+    old masks, so that rejection does not raise the weight of the other tokens.
 
     Args:
-        train_log_prob_N: [R] each, by the trainer of the policy that sampled.
-        rollout_log_prob_N: [R] each, by the engine, as recorded.
-        mask_N: [R] each, 1 where a token is trained; what a log-prob is elsewhere does not matter.
-        config: levels, bounds and modes.
+        train_log_prob_N: [R] each, under the sampling policy, computed by the trainer.
+        rollout_log_prob_N: [R] each, recorded by the engine.
+        mask_N: [R] each, 1 for trained tokens; log-probs of other tokens are ignored.
+        config: Levels, bounds and modes.
 
     Source: Liu, Li, Fu, Wang et al., "When speed kills stability: demystifying RL collapse from the
         training-inference mismatch", 2025 (sequence and geometric ratios, rejection, veto); token weights: Yao et al.,
@@ -161,7 +162,7 @@ def mismatch_importance_sampling(
 
 
 def mean_weight(weight_N: Sequence[Tensor], mask_N: Sequence[Tensor], *, by_sequence: bool) -> Tensor:
-    """Return the mean weight over kept tokens, or over sequences of their means; 1 if nothing is kept."""
+    """Return the mean weight over kept tokens, or the mean of sequence means if ``by_sequence``; 1 if none is kept."""
     sums = [torch.where(mask_R != 0, weight_R, 0.0).sum() for weight_R, mask_R in zip(weight_N, mask_N, strict=True)]
     counts = [(mask_R != 0).sum().float() for mask_R in mask_N]
     if by_sequence:
@@ -186,7 +187,7 @@ def _accepted(log_ratio_R: Tensor, is_trained_R: Tensor, config: MisConfig, foun
 
 
 def _bounded(weight_R: Tensor, config: MisConfig, found: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the weights within their bounds, and a mask of where they may be used at all."""
+    """Apply ``tis_mode``: return the bounded weights, and a mask of tokens that are not rejected."""
     low, high = config.tis_bounds
     is_low_R, is_high_R = weight_R < low, weight_R > high
     everywhere_R = torch.ones_like(is_low_R)
@@ -201,7 +202,7 @@ def _bounded(weight_R: Tensor, config: MisConfig, found: dict[str, Tensor]) -> t
 
 
 def _final_weights(weight_N: Sequence[Tensor], mask_N: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """Return each used weight (0 where rejected), and the least and the largest of its sequence."""
+    """Return each used weight (0 if rejected), and the minimum and maximum of its sequence."""
     found: dict[str, list[Tensor]] = {"is_ratio_mean_final": [], "is_ratio_min": [], "is_ratio_max": []}
     for weight_R, mask_R in zip(weight_N, mask_N, strict=True):
         kept = weight_R[mask_R != 0]
@@ -213,10 +214,10 @@ def _final_weights(weight_N: Sequence[Tensor], mask_N: Sequence[Tensor]) -> dict
 
 
 def _divergence(train_R: Tensor, rollout_R: Tensor, is_trained_R: Tensor) -> dict[str, Tensor]:
-    """Measure how far engine and trainer are apart, whatever is done about it.
+    """Measure the mismatch between engine and trainer.
 
-    ``kl`` and ``k3_kl`` estimate KL(rollout || train) from tokens that the engine sampled; the perplexities are those
-    of the sequence.
+    ``kl`` and ``k3_kl`` estimate KL(rollout || train) from the tokens sampled by the engine; perplexities are per
+    sequence.
     """
     log_ratio_R = (train_R - rollout_R).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     num_trained = is_trained_R.sum().clamp(min=1)

@@ -4,9 +4,9 @@
     --custom-config-path examples/train_infer_mismatch_helper/mis.yaml
     --custom-tis-function-path examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp
 
-With ``--get-mismatch-metrics``, and ``use_tis`` and ``use_rs`` false in the YAML file, it only measures.  The
-formulas are in ``formulas.py``; here settings are read, context parallelism is undone and redone, and metrics get
-their names.
+With ``--get-mismatch-metrics``, and ``use_tis`` and ``use_rs`` set to false in the YAML file, it only measures.  The
+formulas are in ``formulas.py``; this module reads the settings, gathers and slices context-parallel responses, and
+names the metrics.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from slime.utils.errors import ConfigError
 METRIC_PREFIX = "mis_"
 KEYS = tuple(field.name for field in dataclasses.fields(MisConfig))
 OF_FLAGS = ("tis_clip", "tis_clip_low")
-"""Settings of vanilla TIS, which share the prefix."""
+"""Settings of plain TIS, which share the prefix."""
 
 
 def config_from_args(args: Namespace) -> MisConfig:
-    """The keys of mis.yaml, as ``--custom-config-path`` laid them over ``args``; what is missing has its default.
+    """Read the settings of mis.yaml, which ``--custom-config-path`` has put into ``args``; missing ones use defaults.
 
     Raises:
-        ConfigError: a value is not allowed, or a key is misspelt.
+        ConfigError: a value is not allowed, or a key is unknown.
     """
     given = vars(args)
     for name in given:
@@ -54,7 +54,7 @@ def compute_mis_weights(
     rollout_log_probs: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
 ) -> tuple[list[Tensor] | None, list[Tensor], dict[str, list[Tensor]]]:
-    """``(weights, masks, metrics)`` of whole responses, one tensor with one entry per response token each.
+    """Return ``(weights, masks, metrics)`` of whole responses, with one [R] tensor per sample.
 
     ``weights`` is None without ``use_tis``.
     """
@@ -75,16 +75,16 @@ def compute_mis_weights_with_cp(
     """The correction, for ``--custom-tis-function-path``; see ``TisFunction`` in slime/flags/hooks.py.
 
     Args:
-        args: with the keys of mis.yaml.
-        pg_loss: the loss of each response token on this rank, samples concatenated.
-        train_log_probs: this rank's part of each response.
-        rollout_log_probs: likewise.
-        loss_masks: of whole responses.
-        total_lengths: tokens of each sample.
-        response_lengths: response tokens of each sample.
+        args: Has the settings of mis.yaml.
+        pg_loss: Loss of each response token on this rank, samples concatenated.
+        train_log_probs: This rank's part of each response.
+        rollout_log_probs: This rank's part of each response.
+        loss_masks: Masks of whole responses.
+        total_lengths: Number of tokens of each sample.
+        response_lengths: Number of response tokens of each sample.
 
     Returns:
-        the weighted loss, the masks (of whole responses), and metrics per token of this rank.
+        The weighted loss, the masks of whole responses, and per-token metrics on this rank.
     """
     lengths = list(zip(total_lengths, response_lengths, strict=True))
 

@@ -1,1 +1,1 @@
-"""Shapes in pictures, counted by colour: a task, and a vision-language model that learns it on two cores."""
+"""Counting shapes of a color in images: a task, and a vision-language model that learns it on two CPU cores."""

@@ -1,11 +1,11 @@
-"""Make what the example starts from: a random model with tokenizer and processor, and pictures with questions.
+"""Creates everything that the example starts from: random model, tokenizer, processor, and images with questions.
 
     python examples/vision_shapes/make_task.py --output runs/tiny/shapes/task
 
-writes ``hf/``, ``data/sft.jsonl`` (conversations, in the order of the curriculum), ``data/grpo.jsonl`` and
-``data/eval.jsonl`` (prompt, picture, label), the latter two also as ``*_wrong.jsonl``, where each question has the
-picture of another, ``eval.yaml``, ``eval_wrong.yaml``, and ``task.json``, which says what was made.  When it already
-says the same, nothing is done.  The files depend on ``--seed`` alone.
+writes ``hf/``, ``data/sft.jsonl`` (conversations, in curriculum order), ``data/grpo.jsonl`` and ``data/eval.jsonl``
+(prompt, image, label), the latter two also as ``*_wrong.jsonl``, in which each question has the image of another one,
+``eval.yaml``, ``eval_wrong.yaml``, and ``task.json``, a manifest.  Nothing is written if ``task.json`` already has the
+same format and seed.  The files depend only on ``--seed``.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from examples.tiny_arithmetic.make_task import EVAL_CONFIG  # noqa: E402
 from examples.vision_shapes import model, task  # noqa: E402
 
 FORMAT = 1
-"""Raised when what the files hold changes, so that older folders are made again."""
+"""Increase this when the content of the files changes, so that older folders are created again."""
 
 BATCH_ROWS = 64
-"""Of one step of the warm start."""
+"""Rows of one step of the warm start."""
 CURRICULUM = ((400 * BATCH_ROWS, 1.0, 0.0), (40 * BATCH_ROWS, 0.4, 0.08))
-"""Rows, share of worked answers, slips: seeing and counting first, then a weak teacher, for a weak policy."""
+"""(rows, fraction of worked answers, slip rate): first seeing and counting, then a weak teacher for a weak policy."""
 SIZES = {"eval": 128, "grpo": 1024, "sft": sum(rows for rows, _, _ in CURRICULUM)}
 
 
 def make_task(output: Path, seed: int, sizes: dict[str, int] | None = None) -> dict:
-    """Write the whole folder; gives the manifest that ``task.json`` holds."""
+    """Write the whole folder; return the manifest in ``task.json``."""
     rng = random.Random(seed)
     scenes = task.split_scenes(sizes or SIZES, seed)
     files, begin = {"sft": list[dict]()}, 0
@@ -55,10 +55,10 @@ def make_task(output: Path, seed: int, sizes: dict[str, int] | None = None) -> d
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=2026, help="of the pictures, the demonstrations and the model")
+    parser.add_argument("--seed", type=int, default=2026, help="of the images, the demonstrations and the model")
     options = parser.parse_args()
     manifest_path = options.output / "task.json"
     if manifest_path.exists():

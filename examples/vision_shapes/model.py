@@ -1,5 +1,7 @@
-"""Random vision-language models of about half a million parameters with tokenizer and processor, as Hugging Face
-folders: Qwen2.5-VL, Qwen3-VL, Qwen3.5-VL and GLM-4V, the latter also with experts.
+"""Random vision-language models with about half a million parameters, written as Hugging Face folders.
+
+Families: Qwen2.5-VL, Qwen3-VL, Qwen3.5-VL and GLM-4V, the last also with experts.  Folders include tokenizer and
+processor.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from slime.utils.torchvision_package import import_torchvision
 
 PATCH = 8
 START_ID, STOP_ID, IMAGE_ID, VIDEO_ID = range(VOCAB_SIZE, VOCAB_SIZE + 4)
-"""Begin and end of an image, and the tokens in the place of images and videos, in every family."""
+"""Ids of start and end of an image, and of the image and video placeholders, in every family."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -36,21 +38,21 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a family does not share with the others."""
+    """The parts that differ between families."""
 
     config_class: str
-    """Of transformers."""
+    """Config class in transformers."""
     processor: str
-    """Front of the names of its processors' classes."""
+    """Prefix of the class names of its processors."""
     image_processor: str
     text: Mapping[str, Any]
     vision: Mapping[str, Any]
     more_ids: Mapping[str, int]
-    """Keys of config.json for other tokens."""
+    """Additional token ids in config.json."""
     tokens: tuple[str, ...]
-    """From ``START_ID`` on."""
+    """Special tokens with ids from ``START_ID`` on."""
     video_processor: str = ""
-    """Its class, where it is not called after ``processor``."""
+    """Class of the video processor, if its name does not follow from ``processor``."""
 
     @property
     def vocab_size(self) -> int:
@@ -95,7 +97,7 @@ FAMILIES = {
             **{key: value for key, value in _TEXT.items() if key != "head_dim"},
             "rope_parameters": {**_ROPE, "mrope_section": [8, 4, 4]},
         },
-        # SGLang takes patches of another size for rows of a tower's output.
+        # SGLang mistakes patches of any other size for rows of the tower's output.
         vision={
             **_VISION,
             **{"patch_size": 14, "window_size": 4 * 14, "fullatt_block_indexes": [1], "intermediate_size": 128},
@@ -113,7 +115,7 @@ FAMILIES = {
         config_class="Qwen3_5Config",
         text={
             **_TEXT,
-            "partial_rotary_factor": 0.5,  # the engine looks for it here alone
+            "partial_rotary_factor": 0.5,  # the engine reads it only from here
             "rope_parameters": {
                 **_ROPE,
                 **{"partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2], "mrope_interleaved": True},
@@ -143,7 +145,7 @@ DEFAULT = "qwen3_vl"
 
 
 def write_processor(folder: Path, family: str = DEFAULT) -> None:
-    """Write the tokenizer of the arithmetic task with the tokens of images, and the files of the processors."""
+    """Write the tokenizer of the arithmetic task, extended by the image tokens, and the processor files."""
     kind = FAMILIES[family]
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens(
@@ -168,8 +170,8 @@ def write_processor(folder: Path, family: str = DEFAULT) -> None:
 
 
 def write_model(folder: Path, seed: int, family: str = DEFAULT) -> int:
-    """Write config, weights and processor into ``folder``; gives the number of parameters."""
-    import_torchvision()  # transformers looks for it
+    """Write config, weights and processor into ``folder``; return the number of parameters."""
+    import_torchvision()  # transformers needs it
     import transformers
 
     kind = FAMILIES[family]

@@ -1,16 +1,16 @@
-"""Pictures of coloured shapes, questions about them, and the disjoint sets of both.
+"""Images of colored shapes, questions about them, and disjoint data sets.
 
-A picture has 48 x 48 pixels and a shape in some of its 3 x 3 cells: a disc, a square or a triangle of some size, a
-little off the middle.  The question is how many shapes have a colour::
+An image has 48 x 48 pixels and 3 x 3 cells, some of which hold a shape: a disc, a square or a triangle of varying
+size, slightly off center.  The question is how many shapes have a given color::
 
     <image>how many red
 
-A worked answer goes through the three rows, with the count so far behind each row's, then boxes the last one::
+A worked answer lists, for each of the three rows, its count followed by the running count, and boxes the last one::
 
     11 01 23 \\boxed{3}
 
-A guess boxes a number at once.  Every count from 0 to 5 is equally frequent, so that guessing is right one time in
-six, and so is an answer about another picture.
+A guess boxes a number immediately.  Counts from 0 to 5 are equally frequent, so a guess is right one time in six, and
+so is an answer about another image.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ BACKGROUNDS = ((255, 255, 255), (20, 20, 20), (130, 130, 130))
 
 @dataclass(frozen=True)
 class Shape:
-    """One shape in a picture."""
+    """One shape in an image."""
 
     kind: str
     colour: str
     cell: tuple[int, int]
-    """Row and column."""
+    """(row, column)"""
     radius: int
     shift: tuple[int, int]
-    """Of its middle from the cell's, in pixels down and right."""
+    """Offset of its center from the cell's center, in pixels (down, right)."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture and the question about it."""
+    """An image and the question about it."""
 
     shapes: tuple[Shape, ...]
     background: tuple[int, int, int]
     colour: str
-    """The one that is asked for."""
+    """The color to count."""
 
     @property
     def rows(self) -> list[int]:
-        """Shapes of the colour in each row."""
+        """Number of shapes with that color in each row."""
         return [sum(s.colour == self.colour and s.cell[0] == row for s in self.shapes) for row in range(SIDE)]
 
     @property
@@ -73,7 +73,7 @@ class Scene:
 
 
 def draw_scene(rng: random.Random) -> Scene:
-    """Return a random scene; the count of the colour in question is uniform."""
+    """Return a random scene; the count of the color in question is uniform."""
     colour = rng.choice(list(COLOURS))
     others = [name for name in COLOURS if name != colour]
     count = rng.randint(0, MAX_COUNT)
@@ -89,7 +89,7 @@ def draw_scene(rng: random.Random) -> Scene:
 
 
 def split_scenes(sizes: dict[str, int], seed: int) -> dict[str, list[Scene]]:
-    """name -> that many scenes; no picture occurs twice, in one set or in two, whatever is asked about it."""
+    """Return name -> list of ``sizes[name]`` scenes; no image occurs twice, within or across sets."""
     rng = random.Random(seed)
     seen, sets = set(), {}
     for name, size in sizes.items():
@@ -103,7 +103,7 @@ def split_scenes(sizes: dict[str, int], seed: int) -> dict[str, list[Scene]]:
 
 
 def paint(scene: Scene) -> Image.Image:
-    """Return the picture."""
+    """Return the image of a scene."""
     image = Image.new("RGB", (PIXELS, PIXELS), scene.background)
     pencil = ImageDraw.Draw(image)
     for shape in scene.shapes:
@@ -119,14 +119,14 @@ def paint(scene: Scene) -> Image.Image:
 
 
 def data_url(scene: Scene) -> str:
-    """Return the picture as rows of data hold it."""
+    """Return the image as a data URL, the form used in data rows."""
     buffer = io.BytesIO()
     paint(scene).save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def worked_answer(scene: Scene, rng: random.Random, slip_rate: float) -> str:
-    """Row by row, with the count so far; at a slip a row's count is off by one.  Slips are drawn from ``rng``."""
+    """Return the worked answer; at a slip, a row's count is off by one.  Slips are drawn from ``rng``."""
     total, steps = 0, []
     for count in scene.rows:
         if rng.random() < slip_rate:
@@ -137,12 +137,12 @@ def worked_answer(scene: Scene, rng: random.Random, slip_rate: float) -> str:
 
 
 def guess(rng: random.Random) -> str:
-    """A box around a random count."""
+    """Return a box with a random count."""
     return f"\\boxed{{{rng.randint(0, MAX_COUNT)}}}"
 
 
 def sft_rows(scenes: list[Scene], worked_share: float, slip_rate: float, rng: random.Random) -> list[dict]:
-    """Conversations with a teacher who works out some answers, with slips, and guesses the others."""
+    """Return conversations with a teacher who works out some answers, with slips, and guesses the others."""
     rows = []
     for scene in scenes:
         reply = worked_answer(scene, rng, slip_rate) if rng.random() < worked_share else guess(rng)
@@ -152,7 +152,7 @@ def sft_rows(scenes: list[Scene], worked_share: float, slip_rate: float, rng: ra
 
 
 def prompt_rows(scenes: list[Scene], *, wrong_images: bool = False) -> list[dict]:
-    """Rows for reinforcement learning and evaluation; with ``wrong_images`` each has the picture of the next row."""
+    """Return rows for reinforcement learning and evaluation; ``wrong_images`` gives each row the next row's image."""
     shown = [*scenes[1:], scenes[0]] if wrong_images else scenes
     return [
         {"prompt": f"<image>{scene.question}", "label": scene.answer, "images": [data_url(picture)]}
