@@ -163,7 +163,7 @@ def call_rollout_fn(
     for data_set, result in output.data.items():
         _check_part(name, f"data[{data_set!r}]", result, Mapping)
         if "rewards" not in result:
-            raise HookError(f"{name} returned data[{data_set!r}] without 'rewards'; it must hold a list of rewards.")
+            raise HookError(f"{name} returned data[{data_set!r}], which has no rewards; it must have a list of them.")
         _check_part(name, f"data[{data_set!r}]['rewards']", result["rewards"], list, tuple)
         for key in ("truncated", "samples"):
             _check_part(name, f"data[{data_set!r}][{key!r}]", result.get(key), list, tuple, _NOTHING)

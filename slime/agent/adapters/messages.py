@@ -32,8 +32,8 @@ class Reply:
     def __post_init__(self) -> None:
         if not isinstance(self.finish_reason, str):
             raise TypeError(
-                f"A Reply has the finish reason {str(self.finish_reason)[:200]!r}; it must be a string. The "
-                "positional arguments of Reply are manager_message, finish_reason, wire."
+                f"A Reply has the finish reason {str(self.finish_reason)[:200]!r}; it must be a string. By "
+                "position, Reply takes manager_message, finish_reason, wire."
             )
 
 
