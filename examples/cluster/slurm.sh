@@ -4,7 +4,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
-# A recipe for several nodes on the nodes that Slurm gives, from the clone's folder:
+# Runs a multi-node recipe on the nodes that Slurm allocates; start it in the clone's folder:
 #
 #   sbatch examples/cluster/slurm.sh my_run.sh [FLAG...]
 #

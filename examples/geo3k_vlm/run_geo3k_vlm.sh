@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on geometry questions with pictures, Qwen3-VL on the GPUs of one machine, shared by training and generation.
+# GRPO of Qwen3-VL on geometry questions with images, on one machine whose GPUs training and generation share.
 #
 #   examples/geo3k_vlm/run_geo3k_vlm.sh [FLAG...]      more flags for the job; a later flag overrides an earlier one
 #

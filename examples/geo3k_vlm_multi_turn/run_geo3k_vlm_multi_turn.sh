@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The questions of examples/geo3k_vlm in several turns: a tool says whether an answer is right.  Same variables and flags.
+# The questions of examples/geo3k_vlm in several turns, with a tool that checks answers.  Same variables and flags.
 SAVE_DIR="${SAVE_DIR:-${BASE_DIR:-/root}/${MODEL:-Qwen3-VL-2B-Instruct}_geo3k_turns}" \
     exec "$(dirname "${BASH_SOURCE[0]}")/../geo3k_vlm/run_geo3k_vlm.sh" \
     --custom-generate-function-path examples.geo3k_vlm_multi_turn.rollout.generate \

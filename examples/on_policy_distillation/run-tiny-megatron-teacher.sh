@@ -11,8 +11,8 @@ export TINY_DIR="${TINY_DIR:-runs/tiny}"
 export SAVE_DIR="${SAVE_DIR:-${TINY_DIR}/opd-megatron}"
 TEACHER_DIR="${TEACHER_DIR:-${TINY_DIR}/grpo-seed1}"
 
-# The task's own reward is left out of the training on purpose: zeros for it, so that the teacher is all there is.  It
-# still grades the evaluation, by --eval-config.
+# The task's reward is replaced by zeros on purpose, so that the student learns from the teacher only.  It still grades
+# the evaluation, by --eval-config.
 scripts/run-tiny-cpu.sh \
     --use-opd \
     --opd-type megatron \

@@ -57,7 +57,7 @@ PY
 
 [[ -n "${TEACHER_URL:-}" ]] || start_teacher
 
-# The evaluation has a grader of its own, in its data set: to the trainer's grader the teacher's answer is the reward.
+# The evaluation sets its own grader, because --custom-rm-path returns the teacher's answer as the reward.
 python3 - "${TINY_DIR}/task/eval.yaml" >"${SAVE_DIR}/eval.yaml" <<'PY'
 import sys
 

@@ -3,8 +3,8 @@
 #
 #   examples/strands/run-tiny-strands.sh [FLAG...]
 #
-# Needs pip install 'strands-agents[openai]' (the extra `strands`).  TINY_DIR (runs/tiny): what `make demo` made.  The
-# result lies in SAVE_DIR (TINY_DIR/strands).
+# Needs pip install 'strands-agents[openai]' (the extra `strands`).  TINY_DIR (runs/tiny): output of `make demo`.  The
+# result is in SAVE_DIR (TINY_DIR/strands).
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 
 export TINY_DIR="${TINY_DIR:-runs/tiny}"

@@ -3,7 +3,7 @@
 #
 #   examples/tau-bench/run-tiny-tau.sh [FLAG...]
 #
-# TINY_DIR (runs/tiny): what `make demo` made.  The result lies in SAVE_DIR (TINY_DIR/tau).
+# TINY_DIR (runs/tiny): output of `make demo`.  The result is in SAVE_DIR (TINY_DIR/tau).
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 
 export TINY_DIR="${TINY_DIR:-runs/tiny}"

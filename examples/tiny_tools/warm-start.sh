@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What the examples with tools start from: the warm start of the demo, taught a weak use of search, Python and judgement.
+# The warm start of the examples with tools: teaches the demo's warm start a weak use of search, Python and judging.
 #
 #   examples/tiny_tools/warm-start.sh [FLAG...]
-#   WARM_START=agents examples/tiny_tools/warm-start.sh       of calls of tools, orders and code instead
-#   WARM_START=gym examples/tiny_tools/warm-start.sh          of sums of reasoning-gym instead
+#   WARM_START=agents examples/tiny_tools/warm-start.sh       tool calls, orders and code instead
+#   WARM_START=gym examples/tiny_tools/warm-start.sh          sums of reasoning-gym instead
 #
 # TINY_DIR (runs/tiny): output of `make demo`.  The result is in TINY_DIR/tools (TINY_DIR/agents, ..); two to four minutes
 # on two cores.

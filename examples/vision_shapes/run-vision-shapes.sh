@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Counting shapes in pictures, on two CPU cores: a random Qwen3-VL model, its warm start, and GRPO of text and tower.
+# Counting shapes in images, on two CPU cores: a random Qwen3-VL model, its warm start, and GRPO of text and tower.
 #
 #   examples/vision_shapes/run-vision-shapes.sh [FLAG...]          more flags for GRPO
 #   WRONG=1 examples/vision_shapes/run-vision-shapes.sh            the control: each question has another one's picture
@@ -18,7 +18,7 @@ VISION_ARGS=(
 )
 LENGTH_ARGS=(--num-rollout 30 --rollout-batch-size 16 --global-batch-size 128)
 if [[ "${DEVICE:-cpu}" == gpu ]]; then
-    # A larger batch and a rate that falls: with those of the CPU the answers got worse again after ten rollouts.
+    # A larger batch and a decaying learning rate: with the CPU settings, accuracy fell again after ten rollouts.
     LENGTH_ARGS=(--num-rollout 60 --rollout-batch-size 32 --global-batch-size 256 --lr-decay-style cosine --min-lr 5e-5)
 fi
 
