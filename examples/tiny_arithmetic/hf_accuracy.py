@@ -110,7 +110,9 @@ def main() -> None:
     )
     reason = accuracy.why_unfit() if options.fit_for_grpo else None
     if reason is not None:
-        sys.exit(f"{options.hf} is no fit warm start: {reason}. Make another one from another seed of the task.")
+        sys.exit(
+            f"{options.hf} is not a suitable warm start: {reason}. Create another one with another seed of the task."
+        )
 
 
 if __name__ == "__main__":

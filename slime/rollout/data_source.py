@@ -236,7 +236,7 @@ class RolloutDataSource(DataSource):
         if not self.args.accept_other_data:
             raise DataError(
                 f"{message} Prompts of epoch {state['epoch_id']} would be repeated, left out or graded otherwise. "
-                "Give the data and flags of the checkpoint, or pass --accept-other-data to go on at this position."
+                "Give the data and flags of the checkpoint, or pass --accept-other-data to continue at this position."
             )
         logger.warning("%s Some prompts of epoch %d are repeated or left out.", message, state["epoch_id"])
 
