@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
     if not options.corpus.is_file():
-        parser.error(f"--corpus {options.corpus} is not a file; give a text file with one document per line")
+        parser.error(f"--corpus {options.corpus} is no file; give a text file with one document per line")
     web.run_app(application(Retriever.of_file(options.corpus)), host=options.host, port=options.port)
 
 

@@ -313,7 +313,7 @@ async def _reward_together(args: Namespace, samples: list[Sample]) -> None:
     if not is_one_each(rewards, samples):
         given = f"{len(rewards)} rewards" if isinstance(rewards, list | tuple) else str(rewards)[:80]
         raise HookError(
-            f"The reward function returned {given} for {len(samples)} samples; given a list of samples, it must "
+            f"The reward function gave {given} for {len(samples)} samples; given a list of samples, it must "
             "return a list with one reward for each. Change the function that --custom-rm-path names."
         )
     for sample, reward in zip(samples, rewards, strict=True):
