@@ -1,8 +1,8 @@
-"""Synchronous training: generate a rollout, train on it, push the weights, generate the next one with them.
+"""Synchronous training: generate a rollout, train on it, push the weights, generate the next with the new weights.
 
     ray job submit ... -- python3 train.py ARGUMENTS
 
-The steps are those of ``slime.ray.train_loop``; ``train_async.py`` puts them in another order.
+``slime.ray.train_loop`` implements the steps; ``train_async.py`` runs the same steps in another order.
 """
 
 import sys
@@ -11,15 +11,15 @@ from argparse import Namespace
 from slime.flags.first_look import first_look
 
 if __name__ == "__main__":
-    sys.argv[1:] = first_look(sys.argv[1:])  # before the imports below take their seconds
+    sys.argv[1:] = first_look(sys.argv[1:])  # first, because the imports below take seconds
 
 from slime.compose import run, start_job  # noqa: E402
 from slime.flags.cluster import check_loop  # noqa: E402
 
 
 def train(args: Namespace) -> None:
-    """Run every rollout of ``args`` from the one that the checkpoint says."""
-    job = start_job(args)  # reserves GPUs, starts engines and trainers, pushes the weights for the first time
+    """Run every rollout from ``args.start_rollout_id``, where the checkpoint left off, to ``args.num_rollout``."""
+    job = start_job(args)  # reserves GPUs, starts engines and trainers, does the first weight push
 
     if args.num_rollout == 0 and args.eval_interval is not None:
         job.evaluate(0)

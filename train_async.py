@@ -1,9 +1,9 @@
-"""Training one rollout ahead: rollout k+1 is generated while the trainer works on rollout k.
+"""Asynchronous training: the engines generate rollout k+1 while the trainer works on rollout k.
 
     ray job submit ... -- python3 train_async.py ARGUMENTS
 
-The policy that generates is one update older than the one that trains.  Engines and trainer must have GPUs of their
-own (no ``--colocate``).  Supervised fine-tuning runs here too, with ``--debug-train-only``.
+The policy that generates is one update older than the one that trains.  Engines and trainer need separate GPUs
+(no ``--colocate``).  Supervised fine-tuning runs here too, with ``--debug-train-only``.
 """
 
 import sys
@@ -12,15 +12,15 @@ from argparse import Namespace
 from slime.flags.first_look import first_look
 
 if __name__ == "__main__":
-    sys.argv[1:] = first_look(sys.argv[1:])  # before the imports below take their seconds
+    sys.argv[1:] = first_look(sys.argv[1:])  # first, because the imports below take seconds
 
 from slime.compose import run, start_job  # noqa: E402
 from slime.flags.cluster import check_loop  # noqa: E402
 
 
 def train(args: Namespace) -> None:
-    """Run every rollout of ``args`` from the one that the checkpoint says."""
-    job = start_job(args)  # reserves GPUs, starts engines and trainers, pushes the weights for the first time
+    """Run every rollout from ``args.start_rollout_id``, where the checkpoint left off, to ``args.num_rollout``."""
+    job = start_job(args)  # reserves GPUs, starts engines and trainers, does the first weight push
 
     ahead = job.start_generate(args.start_rollout_id) if args.start_rollout_id < args.num_rollout else None
     for rollout_id in range(args.start_rollout_id, args.num_rollout):

@@ -2,8 +2,8 @@
 
 prompts -> rollout -> reward -> filter -> buffer -> train data -> packed micro-batches -> loss -> weights -> engines
 
-``slime.rollout`` makes samples, ``slime.train_data`` packs them, ``slime.algorithms`` holds the maths,
-``slime.backends`` runs the trainer and the engines, ``slime.weights`` carries weights from one to the other, and
+``slime.rollout`` generates samples, ``slime.train_data`` packs them, ``slime.algorithms`` holds the maths,
+``slime.backends`` runs the trainer and the engines, ``slime.weights`` moves weights from trainer to engines, and
 ``slime.ray`` decides where and when each of these runs.
 """
 

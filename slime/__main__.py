@@ -1,4 +1,4 @@
-"""The command ``slime VERB WORDS``: runs one of the programs of the checkout."""
+"""The command ``slime VERB WORDS``, which runs one of the programs in the checkout."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ ROOT = Path(__file__).resolve().parents[1]
 VERBS = {
     "train": (
         "",
-        "train.py with the flags of RUN.yaml and those behind it (first word --async: train_async.py)",
+        "run train.py with the flags in RUN.yaml and any that follow it (first word --async: train_async.py)",
     ),
-    "plan": ("tools/plan.py", "what a run needs, before it takes a GPU"),
-    "convert": ("", "a checkpoint into another format; without words, the formats"),
-    "check": ("tools/check.py", "your reward, generate function, loss, tool: does it do what a run expects"),
-    "runs": ("tools/runs.py", "the runs below a folder: when, how far, which reward, what state"),
-    "report": ("tools/report.py", "one page of a run: what happened, where the time went, the samples"),
-    "watch": ("tools/watch.py", "the same page of a run that goes on"),
-    "diff": ("tools/diff.py", "in what two runs differ, and since when"),
-    "replay": ("tools/replay.py", "a past step again, from its samples and the nearest checkpoint"),
-    "doctor": ("tools/doctor.py", "what is wrong with this machine"),
-    "ledger": ("tools/ledger.py", "what the rollout ledger of a run holds"),
-    "serve-training": ("tools/serve_training.py", "trainer and engines for loops of clients, by the tinker package"),
+    "plan": ("tools/plan.py", "estimate what a run needs, without using a GPU"),
+    "convert": ("", "convert a checkpoint to another format; lists the formats when none is given"),
+    "check": ("tools/check.py", "test whether your reward, generate function, loss or tool does what a run expects"),
+    "runs": ("tools/runs.py", "list the runs below a folder: start, progress, reward, state"),
+    "report": ("tools/report.py", "write a one-page report of a run: events, time spent, samples"),
+    "watch": ("tools/watch.py", "serve the same page for a run in progress"),
+    "diff": ("tools/diff.py", "show how two runs differ, and from which step on"),
+    "replay": ("tools/replay.py", "repeat a past step from its samples and the nearest checkpoint"),
+    "doctor": ("tools/doctor.py", "find out what is wrong with this machine"),
+    "ledger": ("tools/ledger.py", "show what a run's rollout ledger holds"),
+    "serve-training": ("tools/serve_training.py", "serve trainer and engines to training loops of tinker clients"),
 }
 """Verb -> (program, what it does)."""
 DRIVERS = ("serve-training",)
-"""Verbs whose program is the driver of a job, as train.py is."""
+"""Verbs whose program is a job's driver, like train.py."""
 QUICK_HELP = ("report", "watch", "diff")
-"""Verbs whose program says in its first lines how it is used; importing it takes seconds."""
+"""Verbs whose ``--help`` prints the program's docstring, because importing the program takes seconds."""
 NOISE = (FutureWarning, UserWarning, DeprecationWarning)
-"""Warnings of torch, Megatron and SGLang, on which a user cannot act."""
+"""Warnings from torch, Megatron and SGLang that a user cannot act on."""
 EXIT_BAD_INPUT = 2
 COMPLETION = """\
 if [ -n "$ZSH_VERSION" ]; then autoload -U +X bashcompinit && bashcompinit; fi
@@ -45,11 +45,11 @@ _slime() {{
     if [ "$COMP_CWORD" -eq 1 ]; then COMPREPLY=($(compgen -W "{verbs}" -- "${{COMP_WORDS[1]}}")); fi
 }}
 complete -o default -F _slime slime"""
-"""The verb, and after it files."""
+"""Completes the verb first, then file names."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the verb that the command line begins with; exits with its code."""
+    """Run the verb named by the first word; the process exits with its code."""
     verb, *rest = list(sys.argv[1:] if words is None else words) or ["--help"]
     if verb in ("-h", "--help"):
         print("usage: slime VERB WORDS...\n")
@@ -60,11 +60,9 @@ def main(words: Sequence[str] | None = None) -> None:
         print(COMPLETION.format(verbs=" ".join(VERBS)))
         return
     if verb not in VERBS:
-        _refuse(f"{verb!r} is no verb; it must be one of {', '.join(VERBS)}.")
+        _refuse(f"{verb!r} is not a verb; use one of {', '.join(VERBS)}.")
     if not (ROOT / "tools").is_dir():
-        _refuse(
-            f"{ROOT} has no tools/: the command needs a checkout of the repository, installed with pip install -e."
-        )
+        _refuse(f"{ROOT} has no tools/: slime needs a checkout of the repository, installed with pip install -e.")
     if verb == "train":
         is_async = rest[:1] == ["--async"]
         _drive("train_async.py" if is_async else "train.py", rest[is_async:])
@@ -84,7 +82,7 @@ def _refuse(message: str) -> None:
 
 
 def _run(program: Path, words: Sequence[str]) -> None:
-    """Run a program of the checkout in this process."""
+    """Run a program from the checkout in this process."""
     if not sys.warnoptions:
         for category in NOISE:
             warnings.simplefilter("ignore", category)
@@ -94,17 +92,17 @@ def _run(program: Path, words: Sequence[str]) -> None:
 
 
 def _converter(words: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the conversion that the first word names, and the other words."""
+    """Return the converter named by the first word, and the remaining words."""
     programs = {path.stem.removeprefix("convert_"): path for path in sorted((ROOT / "tools").glob("convert_*.py"))}
     name = words[0].replace("-", "_") if words else ""
     if name not in programs:
-        _refuse(f"{name!r} is no conversion; it must be one of {', '.join(programs)}.")
+        _refuse(f"{name!r} is not a conversion; use one of {', '.join(programs)}.")
     return programs[name], list(words[1:])
 
 
 def _drive(script: str, words: Sequence[str]) -> None:
-    """Become the driver of a job; without a Ray cluster it starts a private one."""
-    # Plug-ins lie in the user's folder; what runs in Ray's workers is this checkout.
+    """Replace this process with a job's driver, which starts a private Ray cluster if it finds none."""
+    # Ray workers must import slime from this checkout, and plug-ins from the user's folder.
     paths = [str(ROOT), str(Path.cwd()), env.get_str("PYTHONPATH") or ""]
     quiet = ",".join(f"ignore::{category.__name__}" for category in NOISE)
     env.export(

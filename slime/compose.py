@@ -1,4 +1,4 @@
-"""The composition root: the only file that names extensions.  Each is imported when a command asks for it."""
+"""The composition root: the only file that names extensions.  An extension is imported only when a flag selects it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TRANSFORMS_OF_BOTH = {
     "joins_inputs": "slime.ext.vision.transform:JoinedInputs",
-    "has_own_tower": "slime.ext.vision.transform:VisionTower",  # before those that change the whole model
+    "has_own_tower": "slime.ext.vision.transform:VisionTower",  # before transforms that change the whole model
     "trains_in_fp8": "slime.ext.low_precision.fp8_linear:Fp8",
     "use_stateless_adam": "slime.ext.small_adam.adam:Stateless",
     "narrow_moments": "slime.ext.small_adam.adam:NarrowMoments",
@@ -36,7 +36,7 @@ TRANSFORMS = {
 GUIDES = {"use_opd": "slime.ext.distill.guide:Distillation"}
 SINKS = {
     "record": "slime.ext.record.run_record:RecordSink",
-    "record_max_gib": "slime.ext.record.alarms:AlarmSink",  # set wherever the extension is: alarms need no flag
+    "record_max_gib": "slime.ext.record.alarms:AlarmSink",  # has a default: alarms are always on
     "prometheus_port": "slime.ext.record.prometheus_page:PrometheusSink",
     "hub_repository": "slime.ext.hub.push:HubSink",
     "use_wandb": "slime.ext.trackers.sinks:WandbSink",
@@ -46,15 +46,15 @@ SINKS = {
     "use_pytorch_profiler": "slime.ext.profiler.sink:TrainProfiler",
     "record_memory_history": "slime.ext.profiler.sink:TrainProfiler",
 }
-"""Flag -> class that a job gets where it is set; the extension declares the flag, or derives it from another one."""
+"""Flag -> class that a job uses when the flag is set.  The extension declares the flag or derives it from another."""
 OUTPUTS = {"lora_save": str, "update_weight_disk_dir": Path, "update_weight_local_checkpoint_dir": str}
-"""Flag -> type of what it names; see ``slime.ray.save_lock.lock_outputs``."""
+"""Flag -> type of its value; see ``slime.ray.save_lock.lock_outputs`` for what str and Path mean."""
 
 
 def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] | None = None) -> None:
-    """Do what the command line asks for: print a plan, watch over a driver, or run ``train(args)`` as a job.
+    """Do what the command line asks for: print a plan, supervise a driver, or run ``train(args)`` as a job.
 
-    Ends the process; see :func:`slime.ray.job.run` for ``check`` and the exit codes of a job.
+    Does not return: the process exits.  See :func:`slime.ray.job.run` for ``check`` and a job's exit codes.
     """
     from slime.ray import job
 
@@ -78,7 +78,7 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
 
 
 def parts(args: Namespace) -> Parts:
-    """Return the implementations that the flags ask for."""
+    """Return the implementations that the flags select."""
     given = {flag: kind(vars(args)[flag]) for flag, kind in OUTPUTS.items() if vars(args).get(flag) is not None}
     outputs: dict[str, str | Path] = {flag_of(flag): place for flag, place in given.items()}
     observers: tuple[Part, ...] = ()
@@ -105,17 +105,17 @@ def parts(args: Namespace) -> Parts:
 
 
 def guides(args: Namespace) -> tuple[Part, ...]:
-    """Return what the flags ask a policy to be trained towards."""
+    """Return the guides (additional training targets of the policy) that the flags select."""
     return _chosen(args, GUIDES)
 
 
 def sinks(args: Namespace) -> tuple[Part, ...]:
-    """Return the sinks that ``args``, complete or not, ask for."""
+    """Return the telemetry sinks that ``args`` selects; ``args`` may be incomplete."""
     return _chosen(args, SINKS)
 
 
 def _chosen(args: Namespace, table: Mapping[str, str]) -> tuple[Part, ...]:
-    """Return the classes of the flags that are set; those of a missing extension are not."""
+    """Return the classes whose flags are set.  If an extension is missing, ``args`` lacks its flags."""
     paths = (path for flag, path in table.items() if vars(args).get(flag) not in (None, False))
     return tuple(Part(path) for path in dict.fromkeys(paths))
 
@@ -128,13 +128,13 @@ def _train_group(args: Namespace) -> Part | None:
 
 
 def _servers(args: Namespace) -> Part | None:
-    """Return what adopts the engines of others; None where the core starts its own, and for tools, which have none."""
+    """Return the part that adopts external engines; None if the core starts the engines or, in tools, none exist."""
     is_external = vars(args).get("rollout_external")
     return Part("slime.ext.external_engines.adopt:adopt_external_engines") if is_external else None
 
 
 def _transport(args: Namespace) -> Part | None:
-    """Return the way of weights to the engines; None for the plain push."""
+    """Return the weight-push transport; None for the plain push."""
     if vars(args).get("lora_rank") is not None and args.lora_push == "adapter":
         return Part("slime.ext.lora.adapter_push:AdapterPush")
     is_verified = vars(args).get("weight_push") == "verified"
@@ -142,7 +142,7 @@ def _transport(args: Namespace) -> Part | None:
 
 
 def start_job(args: Namespace) -> TrainJob:
-    """Start the parts of a job, under the driver that ``args`` ask for; the weights have been pushed once."""
+    """Start all parts of a job and return the driver that ``args`` selects, after the first weight push."""
     recovers = args.restarts_trainer or vars(args).get("preemption_grace_s")
     driver = "slime.ext.recovery.job.RecoveringJob" if recovers else "slime.ray.train_loop.TrainJob"
     job: TrainJob = load_function(driver)(args, parts(args))
@@ -150,18 +150,18 @@ def start_job(args: Namespace) -> TrainJob:
 
 
 def flag_groups() -> tuple[FlagGroup, ...]:
-    """Return the groups of flags of the core, and ``GROUP`` of ``flags.py`` in every extension that has one."""
+    """Return the core's flag groups, followed by ``GROUP`` from each extension that has a ``flags.py``."""
     folders = sorted(file.parent.name for file in Path(ext.__file__).parent.glob("*/flags.py"))
     return GROUPS + tuple(importlib.import_module(f"slime.ext.{name}.flags").GROUP for name in folders)
 
 
 def parse_args(add_custom_arguments: AddArguments | None = None, argv: Sequence[str] | None = None) -> Namespace:
-    """Return the command line as a complete, checked Namespace, with the flags of extensions."""
+    """Parse the command line, extension flags included, into a complete and checked Namespace."""
     return parse.parse_args(add_custom_arguments, argv, groups=flag_groups())
 
 
 def parse_flags(argv: Sequence[str]) -> Namespace:
-    """Return the flags as they were given, nothing derived or checked yet."""
+    """Parse the flags as given, without deriving or checking anything."""
     return parse.parse_flags(argv, groups=flag_groups())
 
 

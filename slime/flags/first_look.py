@@ -48,7 +48,7 @@ def first_look(words: Sequence[str]) -> list[str]:
         if is_of_installed(table):
             _check(written, parser)
     except ConfigError as error:
-        print(redacted_text(f"slime cannot go on with this run: {error}"), file=sys.stderr)
+        print(redacted_text(f"slime cannot continue this run: {error}"), file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     return written
 

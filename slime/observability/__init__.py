@@ -1,1 +1,1 @@
-"""Logs, metrics, timers and traces.  Nothing here can change a number that trains."""
+"""Logs, metrics, timers and traces.  Nothing here affects training numerics."""

@@ -1,11 +1,11 @@
-"""Rollouts and train data on disk, for debugging; one ``torch.save`` file a rollout.
+"""Dumps of rollouts and train data for debugging; one ``torch.save`` file per rollout.
 
 ``--save-debug-rollout-data`` writes the samples of a rollout, ``--load-debug-rollout-data`` replays them::
 
     {"rollout_id": int, "samples": [Sample.to_dict(), ...]}     and, of a background evaluation,
                                                                 "weight_versions": {data set: version or None}
 
-``--save-debug-train-data`` writes the data that the trainer trained on, whatever its layout was::
+``--save-debug-train-data`` writes the data trained on, independent of the trainer's parallel layout::
 
     {"format_version": 2, "rollout_id": int, "rank": int,      the rank that wrote it
      "samples": [{"rollout_position": int, "sample_index": Sample.index, "dp_rank": int, column: value, ...}, ...],
@@ -13,13 +13,13 @@
                     "global_batch_sizes"}, ...],
      "raw_reward": [...]}
 
-Samples are in the order of their positions, of which ``position`` is another name; ``data_parallel_rank`` is one of
-``dp_rank``, and ``rank`` that of the process that gave the shard.  Without ``sample_indices`` in the train data a
-sample's index is its position.  Per-token columns are whole: tensors [response length], joined from the
+Samples are sorted by ``rollout_position`` (alias ``position``); ``data_parallel_rank`` is an alias of ``dp_rank``.  In
+``dp_shards``, ``rank`` is the process that provided the shard.  Without ``sample_indices`` in the train data, a
+sample's index is its position.  Per-token columns are whole tensors ``[response_length]``, joined from the
 context-parallel ranks.
 
-A path is a template: ``{rollout_id}`` becomes the number (``eval_N`` for an evaluation); without it each rollout
-overwrites the last.  A dump that cannot be written (a full disk) leaves no half file behind.
+A path is a template: ``{rollout_id}`` is replaced by the number (``eval_N`` for an evaluation); without it, each
+rollout overwrites the last.  A dump that cannot be written (a full disk) leaves no partial file behind.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def dump_rollout(
 ) -> None:
     """Write the dump that the flags ask for, if any, with ``facts`` as further keys.
 
-    Training does not depend on it: a run goes on without a dump that cannot be written, and logs that.  With
+    Training does not depend on dumps: if one cannot be written, the run logs an error and continues.  With
     ``--debug-rollout-only`` the dump is the purpose of the run, and the error ends it.
 
     Raises:
@@ -61,7 +61,7 @@ def dump_rollout(
     except DataError as error:
         if args.debug_rollout_only:
             raise
-        logger.error("%s The run goes on without this dump.", error)
+        logger.error("%s The run continues without this dump.", error)
 
 
 def save_rollout_dump(
@@ -70,7 +70,7 @@ def save_rollout_dump(
     """Write the samples of one rollout, with ``facts`` as further keys; return the path written.
 
     Raises:
-        DataError: it cannot be written; a dump that was there before still is.
+        DataError: the dump cannot be written; an earlier dump at that path is kept.
     """
     name = f"eval_{rollout_id}" if evaluation else rollout_id
     path = Path(template.format(rollout_id=name))
@@ -92,17 +92,19 @@ def load_rollout_dump(
     """Read the samples of one rollout.
 
     Args:
-        subsample: keep this fraction, half of it from the front and half from the back; None keeps all.
-        is_trusted: objects of any class are read (``--trust-debug-data``); such a file can run code.
+        template: path of the dump, possibly with ``{rollout_id}``.
+        subsample: fraction to keep, half of it from the front and half from the back; None keeps all.
+        flag: the flag that gave the path, for messages.
+        is_trusted: read objects of any class (``--trust-debug-data``); such a file can run code.
 
     Raises:
-        DataError: the file is missing or damaged, holds no samples, or objects that are no plain data.
+        DataError: the file is missing or damaged, has no samples, or contains objects that are not plain data.
     """
     path = Path(template.format(rollout_id=rollout_id))
     if not path.exists():
         raise DataError(
             f"{flag}: {path} does not exist. It must be a file written by "
-            "--save-debug-rollout-data, with {rollout_id} in the path when there is one file a rollout."
+            "--save-debug-rollout-data, with {rollout_id} in the path if there is one file per rollout."
         )
     rows = read_dump(path, is_trusted=is_trusted)
     samples = [Sample.from_dict(row) for row in rows]
@@ -115,10 +117,10 @@ def load_rollout_dump(
 
 
 def read_dump(path: Path, *, is_trusted: bool = False) -> list[dict[str, Any]]:
-    """Return the samples of a dump as they were written.
+    """Return a dump's samples as written.
 
     Raises:
-        DataError: the file is damaged, is no dump, or holds objects that are no plain data.
+        DataError: the file is damaged, is not a dump, or contains objects that are not plain data.
     """
     if is_trusted:
         try:
@@ -128,7 +130,7 @@ def read_dump(path: Path, *, is_trusted: bool = False) -> list[dict[str, Any]]:
     else:
         content = read_torch_file(
             path,
-            remedy="Write the dump anew without it; or, if you wrote it yourself, replay it with --trust-debug-data.",
+            remedy="Write the dump again without it; or, if you wrote it yourself, replay it with --trust-debug-data.",
         )
     rows = content.get("samples") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -144,12 +146,12 @@ def save_train_dump(template: str, rollout_id: int, rank: int, shards: Sequence[
     """Write the shards of all data-parallel ranks as one file; return the path written.
 
     Args:
-        template: may have ``{rollout_id}`` and ``{rank}``.
-        shards: of each data-parallel rank: ``dp_rank``, ``rank``, the keys of ``LAYOUT``, ``raw_reward`` and
-            ``samples``, one dict of columns for each entry of ``partition``.
+        template: may contain ``{rollout_id}`` and ``{rank}``.
+        shards: one dict per data-parallel rank: ``dp_rank``, ``rank``, the keys of ``LAYOUT``, ``raw_reward``, and
+            ``samples`` with one dict of columns per entry of ``partition``.
 
     Raises:
-        DataError: it cannot be written; a dump that was there before still is.
+        DataError: the dump cannot be written; an earlier dump at that path is kept.
     """
     samples: list[dict[str, Any]] = []
     dp_shards: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The names by which code written for slime opens the sinks of a process and logs metrics."""
+"""Functions with which plug-ins written for slime open a process's sinks and log metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["configure_logger", "finish_tracking", "init_tracking", "log"]
 
 
 def init_tracking(args: Namespace, primary: bool = True) -> dict[str, Any]:
-    """Open the sinks that the flags ask for in this process, unless it has them.
+    """Open the sinks that the flags select in this process, unless they are open.
 
     Args:
         primary: True in the driver.
@@ -30,11 +30,11 @@ def init_tracking(args: Namespace, primary: bool = True) -> dict[str, Any]:
 
 
 def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
-    """Send one record to every sink of the run, see ``slime.observability.telemetry.log``."""
+    """Send one record to every sink of the run; see ``slime.observability.telemetry.log``."""
     init_tracking(args, primary=False)
     telemetry.log(metrics, step_key)
 
 
 def finish_tracking(args: Namespace | None = None) -> None:
-    """Flush and close the sinks of this process; safe to call twice, and when nothing was opened."""
+    """Flush and close this process's sinks; safe to call twice or without open sinks."""
     telemetry.stop()

@@ -1,4 +1,4 @@
-"""Small pure functions from lists of numbers or texts to metrics."""
+"""Small pure functions that compute metrics from lists of numbers or texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from slime.flags.observability import tracking_config
 
 _REPETITION_WINDOW = 10_000
-"""Characters: shorter texts are never called repetitive, longer ones are judged by their end."""
+"""Number of characters at the end of a text that are checked for repetition; shorter texts never count."""
 _REPETITION_RATIO = 10.0
 
 
@@ -34,7 +34,7 @@ def compute_statistics(values: Sequence[float]) -> dict[str, float]:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return the chance that k of ``num_samples`` responses, drawn without replacement, hold a correct one:
+    """Return the probability that k of ``num_samples`` responses, drawn without replacement, include a correct one:
 
         1 - C(n - c, k) / C(n, k)
 
@@ -44,11 +44,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def pass_rates(groups: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
-    """Return pass@1, pass@2, pass@4 ... up to ``most``, each averaged over the groups that have so many responses.
+    """Return pass@1, pass@2, pass@4 ... up to ``most``, each averaged over the groups with at least k responses.
 
     Args:
-        groups: (responses, correct ones) of each prompt.
-        most: responses asked for of a prompt.  With 1 there is nothing to choose from, and the result is empty.
+        groups: (number of responses, number of correct ones) per prompt.
+        most: responses requested per prompt.  With 1 there is no choice, and the result is empty.
     """
     rates: dict[str, float] = {}
     k = 1
@@ -63,12 +63,12 @@ def pass_rates(groups: Sequence[tuple[int, int]], most: int) -> dict[str, float]
 def compute_pass_rate(
     flat_rewards: Sequence[float], group_size: int, num_groups: int | None = None
 ) -> dict[str, float]:
-    """Return :func:`pass_rates` of rewards in the order of their groups; a reward of 1 is a correct response.
+    """Return :func:`pass_rates` for rewards in group order; a reward of 1 means a correct response.
 
     Args:
         flat_rewards: the rewards of whole groups, one group after the other.
-        group_size: responses of one prompt.  With 1 there is nothing to choose from, and the result is empty.
-        num_groups: expected number of groups; None takes what ``flat_rewards`` holds.
+        group_size: responses per prompt.  With 1 there is no choice, and the result is empty.
+        num_groups: expected number of groups; None derives it from ``flat_rewards``.
     """
     if group_size <= 1 or not flat_rewards:
         return {}
@@ -81,7 +81,7 @@ def compute_pass_rate(
 
 
 def compute_rollout_step(args: Namespace, rollout_id: int) -> int:
-    """Return a rollout's place on the x axis: its id, or optimizer steps with ``--wandb-always-use-train-step``."""
+    """Return a rollout's x-axis value: its id, or optimizer steps with ``--wandb-always-use-train-step``."""
     if tracking_config(args).wandb_always_use_train_step:
         return rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
     return rollout_id

@@ -1,8 +1,8 @@
-"""``metrics.jsonl``: every metric of a run, one JSON object a line.
+"""``metrics.jsonl``: every metric of a run, one JSON object per line.
 
-Several processes (driver, rollout manager, trainer) append to the one file; each record is a single locked write, so
-lines never mix.  The file survives kills and resumes: a torn last line is closed before the next record, and readers
-let the latest record of a step win.
+Several processes (driver, rollout manager, trainer) append to the file; each record is a single locked write, so lines
+never interleave.  The file survives kills and resumes: a torn last line is terminated before the next record, and in
+readers the latest record of a step wins.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from slime.utils.files import lock_file
 
 FILE_NAME = "metrics.jsonl"
 LOCK_S = 30.0
-"""For the write of another process to end."""
+"""Seconds to wait for another process's write."""
 LOCK_POLL_S = 0.005
 START_KEY = "run/start"
-"""The record that each start of the job begins with, resumes included; its value is the run's id."""
+"""Key of the record written at each start of the job, including resumes; its value is the run's id."""
 _TIME_KEY = "time"
 
 
 def run_folder(config: TrackingConfig) -> Path | None:
-    """Return the folder of this run: ``--save``, else ``runs/`` and the run's id; None while there is no id yet."""
+    """Return this run's folder: ``config.run_folder``, else ``--save``, else ``runs/ID``; None without an id."""
     if folder := config.run_folder or config.save:
         return Path(folder).absolute()
     return Path("runs", config.wandb_run_id).absolute() if config.wandb_run_id else None
 
 
 def metrics_path(config: TrackingConfig) -> Path | None:
-    """Return the path of this run's ``metrics.jsonl``; None when the run has no folder."""
+    """Return the path of this run's ``metrics.jsonl``; None if the run has no folder."""
     folder = run_folder(config)
     return folder / FILE_NAME if folder else None
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` for JSON: tensors and numpy scalars become numbers, NaN and infinities become text."""
+    """Convert ``value`` for JSON: tensors and numpy scalars become numbers, NaN and infinities become strings."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
@@ -56,20 +56,20 @@ def plain(value: Any) -> Any:
 
 
 def append_record(path: Path, metrics: Mapping[str, Any]) -> None:
-    """Append one record; whole, or (when the process dies in the middle) as a torn line that readers skip.
+    """Append one record; if the process dies during the write, readers skip the torn line.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: see :func:`append_line`.
     """
     record = {_TIME_KEY: round(time.time(), 3), **{key: plain(value) for key, value in metrics.items()}}
     append_line(path, json.dumps(record, ensure_ascii=True) + "\n")
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append whole lines in one locked write, after the end of a line that a killed writer left torn.
+    """Append whole lines in one locked write, first terminating a torn line of a killed writer.
 
     Raises:
-        OSError: there is no room for them, or another writer keeps the file locked.
+        OSError: the disk is full, or another writer keeps the file locked.
     """
     line = text.encode()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,14 +79,14 @@ def append_line(path: Path, text: str) -> None:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             line = b"\n" + line  # a writer was killed in the middle of its line
-        while line:  # a disk that is nearly full takes the first bytes without an error
+        while line:  # a nearly full disk accepts part of a write without an error
             line = line[os.write(descriptor, line) :]
     finally:
         os.close(descriptor)
 
 
 def parse_record(text: bytes) -> dict[str, Any] | None:
-    """Return the JSON object that a text is; None where it is something else, or torn."""
+    """Parse a JSON object; None if the text is something else or torn."""
     try:
         record = json.loads(text)
     except ValueError:
@@ -95,7 +95,7 @@ def parse_record(text: bytes) -> dict[str, Any] | None:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of the file in the order of writing; torn lines are skipped."""
+    """Yield the file's records in the order written; torn lines are skipped."""
     with open(path, "rb") as file:
         for line in file:
             record = parse_record(line)
@@ -104,14 +104,14 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class NewRecords:
-    """The records that are appended to a file from now on; none without a file."""
+    """Reads the records appended to a file after this object's creation; without a file there are none."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._offset = path.stat().st_size if path is not None and path.exists() else 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Return those of the whole lines since the last call."""
+        """Return the records of complete lines since the last call."""
         if self._path is None or not self._path.exists():
             return []
         with open(self._path, "rb") as file:
@@ -123,9 +123,9 @@ class NewRecords:
 
 
 def merge_by_step(records: Iterable[dict[str, Any]], step_key: str) -> dict[int, dict[str, Any]]:
-    """Return step -> metrics, for the records that carry ``step_key``; in each step the latest value of a metric wins.
+    """Return step -> metrics for the records with ``step_key``; the latest value of a metric wins.
 
-    So a step that was trained again after a resume shows what the surviving lineage holds.
+    So a step that was repeated after a resume shows the values of the repetition.
     """
     steps: dict[int, dict[str, Any]] = {}
     for record in records:
@@ -135,7 +135,7 @@ def merge_by_step(records: Iterable[dict[str, Any]], step_key: str) -> dict[int,
 
 
 def evaluations(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return data set -> mean reward: the metrics ``eval/{name}`` that are neither an axis nor a detail."""
+    """Return data set -> mean reward: the metrics ``eval/{name}`` that are neither an x axis nor a detail."""
     found = {}
     for name, value in metrics.items():
         head, _, rest = name.partition("/")

@@ -1,4 +1,4 @@
-"""How far the work of a process has come, for whoever waits for it."""
+"""Progress of a process's work, for processes that wait for it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from slime.utils.misc import SingletonMeta
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The answer: what the process works on now."""
+    """A progress report: what the process is working on."""
 
     num_marks: int
-    """Pieces of work begun so far."""
+    """Number of marks so far."""
     phase: str | None
-    """Kind of the piece; None between those that are marked."""
+    """Kind of the current piece of work; None between marked pieces."""
     elapsed_s: float
-    """Since it began."""
+    """Seconds since the last mark."""
     longest_s: float | None
-    """Time that the longest piece of this kind took; None while the first one runs."""
+    """Longest duration in seconds of a finished piece of this kind; None while the first one runs."""
 
     def overdue_s(self) -> float:
-        """Return the seconds beyond twice the longest piece; 0 where nothing is known to expect."""
+        """Return the seconds beyond twice the longest duration (negative before that); 0 if none is known."""
         return 0.0 if self.phase is None or self.longest_s is None else self.elapsed_s - 2 * self.longest_s
 
 
 class Pulse(metaclass=SingletonMeta):
-    """The marks of this process.  One thread marks; any may read."""
+    """The progress marks of this process.  One thread marks; any thread may read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -36,7 +36,7 @@ class Pulse(metaclass=SingletonMeta):
         self._longest_s: dict[str, float] = {}
 
     def mark(self, phase: str | None) -> None:
-        """Begin a piece of work of the kind ``phase``, which ends the one before; None only ends that."""
+        """End the current piece of work and begin one of kind ``phase``; None begins nothing."""
         number, before, since = self._last
         now = self._clock()
         if before is not None:
@@ -44,6 +44,6 @@ class Pulse(metaclass=SingletonMeta):
         self._last = number + 1, phase, now
 
     def beat(self) -> Beat:
-        """Return how far the work has come."""
+        """Return the current progress."""
         number, phase, since = self._last
         return Beat(number, phase, self._clock() - since, self._longest_s.get(phase or ""))

@@ -1,7 +1,4 @@
-"""Metrics of the samples of a rollout or an evaluation: samples in, a dict of metrics out.
-
-The rollout manager logs it through ``slime.observability.logging_utils``.
-"""
+"""Computes the metrics of a rollout's or an evaluation's samples, and logs them through ``telemetry``."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ def _reward(config: MetricsConfig, sample: Sample) -> float | None:
 
 
 def _zero_std_counts(config: MetricsConfig, samples: Sequence[Sample]) -> dict[str, int]:
-    """Return count_{reward}: groups all of whose samples have this same reward, so that they teach nothing."""
+    """Return zero_std/count_{reward}: the number of groups in which all samples have this reward (no signal)."""
     groups: dict[Any, list[float]] = {}
     for sample in samples:
         value = _reward(config, sample)
@@ -51,7 +48,7 @@ def _zero_std_counts(config: MetricsConfig, samples: Sequence[Sample]) -> dict[s
 
 
 def compute_metrics_from_samples(args: Namespace, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return length, truncation, repetition, speculative-decoding and prefix-cache figures, without a prefix."""
+    """Return length, truncation, repetition, speculative-decoding and prefix-cache metrics, without a prefix."""
     if not samples:
         return {}
     config = metrics_config(args)
@@ -114,7 +111,7 @@ def _reward_categories(config: MetricsConfig, samples: Sequence[Sample]) -> dict
 def compute_perf_metrics_from_samples(
     args: Namespace, samples: Sequence[Sample], rollout_time: float
 ) -> dict[str, float]:
-    """Return seconds and token rates of generation, without a prefix.  ``effective`` counts unmasked tokens only."""
+    """Return seconds and token rates of generation, without a prefix.  ``effective`` counts only unmasked tokens."""
     metrics = {"rollout_time": rollout_time, "time_rollout_s": rollout_time}
     config = metrics_config(args)
     if not samples or rollout_time <= 0 or not config.has_rewards:
@@ -138,7 +135,7 @@ def compute_perf_metrics_from_samples(
 def _rates_without_waits(
     lengths: Sequence[int], waits: Sequence[float], rollout_time: float, num_gpus: int, kind: str
 ) -> dict[str, float]:
-    """Return token rates, had the longest samples not waited for tools; their wait (mean, seconds) is subtracted."""
+    """Return token rates with the longest samples' mean wait for tools (seconds) subtracted from the time."""
     longest = max(lengths)
     wait = fmean(wait for wait, length in zip(waits, lengths, strict=True) if length == longest)
     metrics = {f"longest_{kind}sample_non_generation_time": wait}
@@ -157,12 +154,12 @@ def compute_rollout_record(
     rollout_time: float,
     generation_s: float | None = None,
 ) -> dict[str, Any]:
-    """Return the record of one rollout, prefixes and ``rollout/step`` included.
+    """Return the record of one rollout, including prefixes and ``rollout/step``.
 
     Args:
-        rollout_time: seconds that the trainer waited for it.
-        generation_s: seconds in which its answers were generated, for the rates; 0 leaves these out, as for answers of
-            a dump.  None: ``rollout_time``.
+        rollout_time: seconds that the trainer waited for the rollout.
+        generation_s: seconds of generation, for the rates; 0 omits the rates, as for answers from a dump.  None means
+            ``rollout_time``.
     """
     config = metrics_config(args)
     numbers = [_reward(config, sample) for sample in samples]
@@ -191,7 +188,7 @@ def compute_eval_record(
     data: Mapping[str, Mapping[str, Any]],
     extra_metrics: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the record of one evaluation: ``eval/{name}`` is the mean reward of a data set.
+    """Return the record of one evaluation; ``eval/{name}`` is a data set's mean reward over graded samples.
 
     Args:
         data: name -> {"rewards": list, "truncated": list, "samples": list of Sample (optional)}.
@@ -216,7 +213,7 @@ def compute_eval_record(
         if config.log_passrate:
             if len(answered) == len(rewards):
                 record |= dict_add_prefix(_pass_rates(answered, rewards, group_size), f"eval/{name}-")
-            elif not answered and len(graded) % group_size == 0:  # a custom evaluation may give rewards alone
+            elif not answered and len(graded) % group_size == 0:  # a custom evaluation may return only rewards
                 record |= dict_add_prefix(compute_pass_rate(graded, group_size), f"eval/{name}-")
     record["eval/step"] = compute_rollout_step(args, rollout_id)
     return record
@@ -232,28 +229,29 @@ def _standard_error(name: str, rewards: Sequence[float | None], group_size: int)
 
 
 def _eval_reward(reward: Any, name: str) -> float:
-    """Return a reward of an evaluation as a number.
+    """Return an evaluation's reward as a float.
 
     Raises:
-        DataError: it is none.
+        DataError: it is not a number.
     """
     if isinstance(reward, Real):
         return float(reward)
     raise DataError(
-        f"A reward of evaluation set {name} is {str(reward)[:200]}; it must be a number. When the grader gives a "
+        f"A reward of evaluation set {name} is {str(reward)[:200]}; it must be a number. If the grader returns a "
         "dict, choose an entry with --eval-reward-key, or log it with --custom-eval-rollout-log-function-path."
     )
 
 
 def _pass_rates(samples: Sequence[Sample], rewards: Sequence[float | None], answers: int) -> dict[str, float]:
-    """Return pass@k over the rollouts of each prompt; a rollout is correct when all its samples' rewards are 1.
+    """Return pass@k over the rollouts of each prompt; a rollout is correct if all its samples' rewards are 1.
 
-    As for advantages (``slime.train_data.rewards``), a group is what shares ``group_index``, of any size and however
-    it is among the others, and the samples of a fan-out count once.  When no sample has a ``group_index``, a group
-    is ``answers`` neighbours.
+    As for advantages (``slime.train_data.rewards``), a group is all samples that share a ``group_index``, of any size
+    and in any order, and the samples of a fan-out count once.  If no sample has a ``group_index``, each ``answers``
+    consecutive samples form a group.
 
     Args:
-        rewards: one for each sample; None for what is no number or was not graded, and is left out.
+        rewards: one per sample; None if not a number or not graded, which leaves the sample out.
+        answers: responses per prompt.
     """
     has_names = any(sample.group_index is not None for sample in samples)
     if not has_names and (len(samples) % answers or _is_fanned_out(samples)):
@@ -271,7 +269,7 @@ def _pass_rates(samples: Sequence[Sample], rewards: Sequence[float | None], answ
 
 
 def _is_fanned_out(samples: Sequence[Sample]) -> bool:
-    """Return whether one answer became several samples, so that neighbours are not the answers to one prompt."""
+    """Return whether an answer became several samples, so that consecutive samples are not one prompt's answers."""
     indices = [sample.index for sample in samples if sample.index is not None]
     return len(set(indices)) < len(indices)
 
@@ -284,18 +282,18 @@ _NAMES = {
     "decode_throughput": "decode/throughput",
 }
 _MIN_TIMED = 1000
-"""Tokens of an answer whose decoding SGLang has timed, unless it was streamed: its clock starts with the 50th token
-(SGLANG_FORCE_STREAM_INTERVAL), or with the last one of an answer that has fewer."""
+"""Minimum tokens of an answer for SGLang's decode throughput to be meaningful, unless it was streamed: SGLang's clock
+starts at the 50th token (SGLANG_FORCE_STREAM_INTERVAL), or at the last token of a shorter answer."""
 _DISAGGREGATED = {"pd_prefill_": "prefill/", "pd_decode_": "decode/"}
 """Prefix of a fact of prefill/decode disaggregation -> prefix of its metric."""
 
 
 def compute_request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return mean, median, max and min over requests, without a prefix.  Seconds; tokens per second for throughput.
+    """Return mean, median, max and min over requests, without a prefix; in seconds, throughput in tokens per second.
 
     ``request/e2e_latency/*``, ``request/queue_time/*``, ``decode/throughput/*``, and ``prefill/{fact}/*`` and
-    ``decode/{fact}/*`` for the ``pd_prefill_*`` and ``pd_decode_*`` facts of disaggregated engines.  A fact that no
-    request has is left out; so is the throughput of an answer that is not streamed and too short to be timed.
+    ``decode/{fact}/*`` for the ``pd_prefill_*`` and ``pd_decode_*`` values of disaggregated engines.  Values that no
+    request has are omitted; so is the throughput of unstreamed answers that are too short to be timed.
     """
     requests = [attrs for _, _, attrs in finished_spans(samples, _STREAMED)]
     for _, _, attrs in finished_spans(samples, REQUEST_SPANS - _STREAMED):
@@ -314,7 +312,7 @@ def compute_request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def completion_tokens(attrs: Mapping[str, Any]) -> int:
-    """Return the tokens of a request's answer; 0 where its span, which a plug-in may have written, does not say."""
+    """Return the tokens of a request's answer; 0 if its span, which a plug-in may have written, does not tell."""
     value = attrs.get("completion_tokens")
     return int(value) if _is_number(value) and math.isfinite(value) else 0
 
@@ -331,11 +329,11 @@ def _metric_of(fact: str) -> str | None:
 
 
 def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return turns, and tokens of responses with and without the text of tools and environments.
+    """Return the number of turns, and response tokens with and without text from tools and environments.
 
-    ``multi_turn/raw_response_length/*`` counts all tokens of a response, ``multi_turn/wo_obs_response_length/*`` those
-    with a loss mask of 1, ``multi_turn_metric/round_number_*`` the ``round_number`` that a generate function wrote
-    into ``sample.metadata``.
+    ``multi_turn/raw_response_length/*`` counts all response tokens, ``multi_turn/wo_obs_response_length/*`` those with
+    a loss mask of 1; ``multi_turn_metric/round_number_*`` is the ``round_number`` that a generate function wrote into
+    ``sample.metadata``.
     """
     raw = [sample.response_length for sample in samples]
     drawn = [sample.effective_response_length for sample in samples]
@@ -348,13 +346,13 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def correct_sample_metrics(samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, float]:
-    """Return the share of samples with reward 1, and the quartiles of their lengths.
+    """Return the share of samples with reward 1, and the mean and quartiles of their lengths.
 
     Args:
-        rewards: of each sample, before normalisation.
+        rewards: each sample's reward before normalization.
 
     Returns:
-        ``rollout/correct_samples/{ratio,response_length/{mean,p25,p50,p75}}``; the ratio alone when none is correct.
+        ``rollout/correct_samples/{ratio,response_length/{mean,p25,p50,p75}}``; only the ratio if none is correct.
     """
     lengths = [
         sample.effective_response_length for sample, reward in zip(samples, rewards, strict=True) if reward == 1
@@ -375,9 +373,9 @@ def log_rollout(
     seconds: float,
     generation_s: float | None = None,
 ) -> None:
-    """Log one rollout; ``--custom-rollout-log-function-path`` may do it instead by returning something true.
+    """Log one rollout, unless the ``--custom-rollout-log-function-path`` hook returns a true value.
 
-    The times are those of :func:`compute_rollout_record`.
+    See :func:`compute_rollout_record` for the times.
     """
     path = args.custom_rollout_log_function_path
     if path:
@@ -394,7 +392,7 @@ def log_eval(
     extra: Mapping[str, Any] | None,
     seconds: float,
 ) -> dict[str, float]:
-    """Log one evaluation; ``--custom-eval-rollout-log-function-path`` may do it instead.  Return the record."""
+    """Log one evaluation, unless the ``--custom-eval-rollout-log-function-path`` hook does.  Return the record."""
     path = args.custom_eval_rollout_log_function_path
     is_logged = False
     if path:
@@ -404,7 +402,7 @@ def log_eval(
     except DataError:
         if not is_logged:
             raise
-        return {"perf/time_eval_s": seconds}  # rewards that only the hook can read
+        return {"perf/time_eval_s": seconds}  # only the hook can read these rewards
     if not is_logged:
         telemetry.log(record, "eval/step", args)
     return record

@@ -1,8 +1,8 @@
-"""The line that the driver prints for a step, from ``metrics.jsonl``.
+"""The line that the driver prints for each step, from ``metrics.jsonl``.
 
 step 12/40 | reward 0.683 | loss 0.0012 | grad 0.412 | gen 4.1k tok/s | 3.9 s = rollout 1.9 + train 1.6 + push 0.2
 
-It has at most ``MAX_CHARS`` characters; figures that find no room are in ``metrics.jsonl``.
+It has at most ``MAX_CHARS`` characters; metrics that do not fit are only in ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slime.observability.metrics_file import NewRecords, evaluations
 
 MAX_CHARS = 120
 _LEFT_OUT_FIRST = ("lr", "packed", "entropy", "kl", "len", "train", "gen", "|dlogp|", "value loss", "grad")
-# label, metric names (the first that is there is shown), format
+# label, metric names (the first one present is shown), format
 _FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("rollout/raw_reward", "rollout/rewards"), "{:.3f}"),
     ("loss", ("train/loss",), "{:.4f}"),
@@ -37,7 +37,7 @@ _PHASES = (
     ("save", ("perf/time_save_s", "perf/save_model_time")),
     ("eval", ("perf/time_eval_s",)),
 )
-"""The waits of the driver, in its order; they add up to the step.  Finer spans are in ``metrics.jsonl``."""
+"""The driver's waits, in order; they add up to the step.  Finer spans are in ``metrics.jsonl``."""
 
 
 def _first(metrics: Mapping[str, Any], names: tuple[str, ...]) -> float | None:
@@ -53,7 +53,7 @@ def _short(value: float) -> str:
 
 
 def format_step(rollout_id: int, metrics: Mapping[str, Any], *, num_rollout: int | None = None) -> str:
-    """Return the line of step ``rollout_id`` (shown from 1), without figures that were not measured."""
+    """Return the line of step ``rollout_id`` (displayed from 1), without metrics that were not measured."""
     parts = {"step": f"step {rollout_id + 1}" + (f"/{num_rollout}" if num_rollout else "")}
     for label, names, shape in _FIELDS:
         value = _first(metrics, names)
@@ -80,10 +80,10 @@ def format_step(rollout_id: int, metrics: Mapping[str, Any], *, num_rollout: int
 
 
 class StepLine:
-    """A reader of ``metrics.jsonl``: each ``line`` shows the metrics logged since the one before.
+    """Reads ``metrics.jsonl``: each :meth:`line` shows the metrics logged since the last one.
 
-    It skips the records that the file has already.  Those of a later rollout (generated ahead of time) are kept for
-    the line of their own step.
+    Records already in the file are skipped.  Records of a later rollout (generated ahead of time) are kept for that
+    rollout's line.
     """
 
     def __init__(self, path: Path | None, *, num_rollout: int | None = None) -> None:
@@ -92,7 +92,7 @@ class StepLine:
         self._early: list[dict[str, Any]] = []
 
     def gather(self, step: int) -> dict[str, Any]:
-        """Return the metrics logged since the last call, up to the rollout at ``step`` of the axis."""
+        """Return the metrics logged since the last call, up to the rollout with x-axis value ``step``."""
         records = self._early + self._new.read()
         merged: dict[str, Any] = {}
         self._early = []
@@ -104,9 +104,9 @@ class StepLine:
         return merged
 
     def line(self, rollout_id: int, step: int | None = None) -> str:
-        """Return the line of ``rollout_id``; the sinks' remarks follow, each on its own line.
+        """Return the line of ``rollout_id``, followed by the sinks' remarks, one per line.
 
-        ``step`` is its place on the axis (``compute_rollout_step``); its own number when None.
+        ``step`` is its x-axis value (``compute_rollout_step``); None means ``rollout_id``.
         """
         metrics = self.gather(rollout_id if step is None else step)
         remarks = "".join(f"\n  {text}" for text in telemetry.remarks(rollout_id, metrics))

@@ -1,12 +1,12 @@
-"""The one stream of a process: spans, events and metrics, which its sinks take.
+"""A process's telemetry stream: spans, events and metrics, sent to its sinks.
 
     with span("push"): ...                     a span; its seconds are summed by name for the metrics of the step
-    span("step", began, ended, rollout=3)      work that is over, in seconds since the epoch; not summed
+    span("step", began, ended, rollout=3)      a finished span, in seconds since the epoch; not summed
     event("save", rollout=3)                   something happened now
     log(metrics, step_key="train/step")        a record of metrics
 
-``start`` opens the sinks: ``metrics.jsonl``, and beside it those that the composition root chooses
-(``slime.ray.parts.Parts.sinks``).  Another sink is a subclass of :class:`Sink`.
+``start`` opens the sinks: ``metrics.jsonl``, and those that the composition root chooses
+(``slime.ray.parts.Parts.sinks``).  A sink is a subclass of :class:`Sink`.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ from slime.utils.redaction import hide_values
 logger = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 30.0
-"""For a sink to write what it holds."""
+"""Seconds for a sink to flush."""
 
 
 class Sink:
-    """Takes what it wants of the stream of one process; these methods take nothing.
+    """Receives one process's telemetry; subclasses override the methods they need, which do nothing here.
 
-    None of them may change what it is given or delay a step.  They are called in any thread.
+    Methods must not modify their arguments or delay a step, and may be called from any thread.
     """
 
     wants: ClassVar[tuple[str, ...]] = ()
-    """What else a trainer reports for it: ``details``, the parts of a step, samples and digests of the weights;
+    """Additional reports needed from the trainer: ``details``, the parts of a step, samples and weight digests;
     ``ranks``, metrics of every rank."""
 
     def log(self, metrics: Mapping[str, Any], step_key: str) -> None:
-        """Take a record of metrics; ``metrics[step_key]`` is its place on the axis."""
+        """Receive a record of metrics; ``metrics[step_key]`` is its x-axis value."""
 
     def begin(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Note that a span begins, unless it is reported after its end."""
+        """Receive the begin of a span; not called for spans reported after their end."""
 
     def span(self, name: str, began: float, ended: float, fields: Mapping[str, Any]) -> None:
-        """Take a span; times in seconds since the epoch."""
+        """Receive a finished span; times are in seconds since the epoch."""
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Take an event."""
+        """Receive an event."""
 
     def samples(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """Take samples, of a kind that :func:`samples` lists."""
+        """Receive samples of a kind listed in :func:`samples`."""
 
     def remarks(self, rollout_id: int, metrics: Mapping[str, Any]) -> Sequence[str]:
-        """Return what is to be said about a rollout, all of whose metrics are given."""
+        """Return remarks on a rollout, given all its metrics; the driver prints them."""
         return ()
 
     def offer(self, ask: Callable[[Callable[..., Any]], Any]) -> None:
-        """Note that ``ask(function)`` returns, at any time, what a function returns of the job's engines."""
+        """Receive ``ask``: at any time, ``ask(function)`` returns ``function(engines)`` for the job's engines."""
 
     def flush(self) -> None:
-        """Write what is held, within ``FLUSH_TIMEOUT_S``."""
+        """Write buffered data within ``FLUSH_TIMEOUT_S``."""
 
     def close(self) -> None:
-        """Write what is held and close; nothing follows."""
+        """Write buffered data and close; no further calls follow."""
 
 
 class _Stream:
@@ -85,21 +85,22 @@ def start(args: Namespace, process: str, sinks: Sequence[type[Sink]] = (), *, pr
     """Open the sinks of this process.
 
     Args:
-        args: the run's arguments, complete or not.
-        sinks: those beside ``metrics.jsonl``, each made with ``args``, ``process`` and ``primary``; a run without a
-            folder has none.
+        args: the run's arguments; may be incomplete.
+        process: this process's name.
+        sinks: sinks in addition to ``metrics.jsonl``, each constructed with ``args``, ``process`` and ``primary``.  A
+            run without a folder opens no sinks.
         primary: True in the driver.
 
     Returns:
         :func:`values_of_the_run`.
 
     Raises:
-        Exception: of a sink that cannot open; those before it are closed.
+        Exception: raised by a sink that cannot open; the sinks opened before are closed.
     """
     stop()
     values: dict[str, Any] = {}
     if primary and tracking_config(args).wandb_run_id is None:
-        # For every process: a run without --save names its folder after it.
+        # Shared with every process: a run without --save names its folder after this id.
         values["wandb_run_id"] = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
     args = Namespace(**{**vars(args), **values})
     hide_values(args)
@@ -107,7 +108,7 @@ def start(args: Namespace, process: str, sinks: Sequence[type[Sink]] = (), *, pr
     config = tracking_config(args)
     path = metrics_path(config)
     if path is not None:
-        if primary:  # so that a reader can tell a resume from a first start
+        if primary:  # lets readers tell a resume from a first start
             append_record(path, {START_KEY: config.wandb_run_id})
         _Stream.wants = frozenset(what for sink in sinks for what in sink.wants)
         _Stream.sinks = (_MetricsFile(path),)
@@ -115,19 +116,19 @@ def start(args: Namespace, process: str, sinks: Sequence[type[Sink]] = (), *, pr
             for sink in sinks:
                 _Stream.sinks = (*_Stream.sinks, sink(args, process, primary=primary))  # type: ignore[call-arg]
         except BaseException:
-            _close_sinks()  # alone: the error's text is still searched for the run's secrets
+            _close_sinks()  # not stop(): the error's text must still be redacted with the run's secrets
             raise
     atexit.register(stop)
     return values
 
 
 def is_open() -> bool:
-    """Return whether :func:`start` was called in this process, and not yet :func:`stop`."""
+    """Return whether this process called :func:`start` and has not called :func:`stop` since."""
     return _Stream.args is not None
 
 
 def values_of_the_run() -> dict[str, Any]:
-    """Return what the driver made up for the run (``wandb_run_id``); the other processes need it.  Empty elsewhere."""
+    """Return values that the driver generated for all processes (``wandb_run_id``); empty in other processes."""
     return _Stream.values_of_the_run
 
 
@@ -140,32 +141,34 @@ def stop() -> None:
 
 def _close_sinks() -> None:
     sinks, _Stream.sinks = _Stream.sinks, ()
-    with ExitStack() as closing:  # all of them, also where one fails
+    with ExitStack() as closing:  # closes all, even if one fails
         for sink in reversed(sinks):
             closing.callback(sink.close)
 
 
 def flush() -> None:
-    """Have the sinks write what they hold: this process may be killed from here on."""
+    """Flush the sinks; this process may be killed afterwards."""
     for sink in _Stream.sinks:
         sink.flush()
 
 
 def wants(what: str) -> bool:
-    """Return whether a sink has ``what`` in its ``wants``; all processes of a run know the same."""
+    """Return whether a sink has ``what`` in its ``wants``; equal in all processes of a run."""
     return what in _Stream.wants
 
 
 def log(metrics: Mapping[str, Any], step_key: str, args: Namespace | None = None) -> None:
     """Send one record to every sink.
 
-    A sink whose disk is full loses the record, which is logged; training continues.
+    If a sink cannot write (a full disk), the record is lost there and an error is logged; training continues.
 
     Args:
-        args: of the run, in a process that may not have called :func:`start`.
+        metrics: the record; must contain ``step_key``.
+        step_key: name of the x axis.
+        args: the run's arguments, for a process that may not have called :func:`start`.
     """
     if step_key not in metrics:
-        raise KeyError(f"metrics have no {step_key!r}, the step that they belong to; they have {sorted(metrics)}")
+        raise KeyError(f"metrics lack {step_key!r}, the step that they belong to; they have {sorted(metrics)}")
     if not is_open() and args is not None:
         start(args, "")
     for sink in _Stream.sinks:
@@ -182,18 +185,18 @@ def log(metrics: Mapping[str, Any], step_key: str, args: Namespace | None = None
 
 
 def event(name: str, /, **fields: Any) -> None:
-    """Report that something happened, now."""
+    """Report that something happened now."""
     for sink in _Stream.sinks:
         sink.event(name, fields)
 
 
 def samples(kind: str, **facts: Any) -> None:
-    """Give samples to the sinks.
+    """Send samples to the sinks.  Kinds and their facts:
 
-    rollout      rollout_id, samples by position, rewards as the estimator takes them or None, is_loaded where the
-                 samples come from a dump or from before a restart
-    dropped      samples, the reason of a filter
-    evaluation   rollout_id before it (None before all), data: data set -> its results
+    rollout      rollout_id, samples by position, rewards as the estimator takes them or None, is_loaded (the samples
+                 come from a dump or from before a restart)
+    dropped      samples, the filter's reason
+    evaluation   rollout_id of the rollout before it (None before the first), data: data set -> its results
     trained      rollout_id, data-parallel rank, positions, columns: name -> host tensors, micro_batches
     """
     for sink in _Stream.sinks:
@@ -201,12 +204,12 @@ def samples(kind: str, **facts: Any) -> None:
 
 
 def remarks(rollout_id: int, metrics: Mapping[str, Any]) -> list[str]:
-    """Return what the sinks have to say about a rollout, all of whose metrics are given."""
+    """Return the sinks' remarks on a rollout, given all its metrics."""
     return [text for sink in _Stream.sinks for text in sink.remarks(rollout_id, metrics)]
 
 
 def offer(ask: Callable[[Callable[..., Any]], Any]) -> None:
-    """Let the sinks ask about the job's engines: ``ask(function)`` returns what the function returns of them."""
+    """Let the sinks query the job's engines: ``ask(function)`` returns ``function(engines)``."""
     for sink in _Stream.sinks:
         sink.offer(ask)
 
@@ -216,9 +219,9 @@ def span(name: str, /, **fields: Any) -> Span: ...
 @overload
 def span(name: str, began: float, ended: float, /, **fields: Any) -> None: ...
 def span(name: str, began: float | None = None, ended: float | None = None, /, **fields: Any) -> Span | None:
-    """Time the body of a ``with``; with both moments, in seconds since the epoch, report a span that is over.
+    """Time the body of a ``with``; or, given begin and end in seconds since the epoch, report a finished span.
 
-    Only the seconds of a body are summed in :class:`Timer`.
+    Only the seconds of ``with`` bodies are summed in :class:`Timer`.
     """
     if began is None or ended is None:
         return Span(name, fields)
@@ -228,10 +231,10 @@ def span(name: str, began: float | None = None, ended: float | None = None, /, *
 
 
 class Span:
-    """A span that is open for the body of a ``with``; an exception in it ends the span too."""
+    """A span that is open for the body of a ``with``; an exception also ends it."""
 
     seconds = 0.0
-    """Known at the end."""
+    """Duration; set at the end."""
 
     def __init__(self, name: str, fields: Mapping[str, Any]) -> None:
         self._name, self._fields = name, fields
@@ -249,7 +252,7 @@ class Span:
 
 
 class Timer(metaclass=SingletonMeta):
-    """The seconds of this process's spans, summed by name since the last reset."""
+    """Sums the seconds of this process's spans by name since the last reset."""
 
     def __init__(self) -> None:
         self._running: dict[str, Span] = {}
@@ -257,8 +260,8 @@ class Timer(metaclass=SingletonMeta):
         self._lock = threading.Lock()
 
     def start(self, name: str) -> None:
-        """Begin the span ``name``; none of this name may be running that was begun so."""
-        assert name not in self._running, f"timer {name!r} is already running; end it before it is started again"
+        """Start the span ``name``, which must not be running (as started by this method)."""
+        assert name not in self._running, f"timer {name!r} is already running; end it before starting it again"
         self._running[name] = Span(name, {}).__enter__()
 
     def end(self, name: str) -> float:
@@ -268,16 +271,16 @@ class Timer(metaclass=SingletonMeta):
         return ended.seconds
 
     def is_running(self, name: str) -> bool:
-        """Return whether ``name`` was started and not yet ended."""
+        """Return whether ``name`` was started and has not ended."""
         return name in self._running
 
     def add(self, name: str, elapsed_s: float) -> None:
-        """Add seconds that were measured elsewhere."""
+        """Add seconds measured elsewhere."""
         with self._lock:
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed_s
 
     def seconds(self, name: str) -> float:
-        """Return the sum of ``name``; 0.0 when it never ran."""
+        """Return the sum of ``name``; 0.0 if it never ran."""
         with self._lock:
             return self._seconds.get(name, 0.0)
 
@@ -286,7 +289,7 @@ class Timer(metaclass=SingletonMeta):
             return dict(self._seconds)
 
     def reset(self, name: str | None = None) -> None:
-        """Forget the sum of ``name``, or all sums; running spans stay."""
+        """Clear the sum of ``name``, or all sums; running spans continue."""
         with self._lock:
             if name is None:
                 self._seconds.clear()
@@ -298,7 +301,7 @@ class Timer(metaclass=SingletonMeta):
 
 
 class DeviceTimes:
-    """Seconds of named spans on a device: by the events of a GPU's stream, without a wait, or by the host's clock."""
+    """Seconds of named spans on a device: from CUDA stream events (no synchronization), else from the host's clock."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -306,7 +309,7 @@ class DeviceTimes:
 
     @contextmanager
     def span(self, name: str, device: torch.device) -> Iterator[None]:
-        """Add to ``name`` what ``device`` does for the body."""
+        """Add the time that ``device`` spends on the body to ``name``."""
         if device.type != "cuda":
             started_s = time.perf_counter()
             yield
@@ -320,7 +323,7 @@ class DeviceTimes:
         self._spans.append((name, begin, end))
 
     def seconds(self) -> dict[str, float]:
-        """Return the sums; waits for the spans' ends."""
+        """Return name -> seconds; waits for the spans to finish on the device."""
         for name, begin, end in self._spans:
             end.synchronize()
             self._add(name, begin.elapsed_time(end) / 1e3)

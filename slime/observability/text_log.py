@@ -1,4 +1,4 @@
-"""The log of a process: its format, and secrets kept out of it."""
+"""A process's log: its format, and redaction of secrets."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class _Process:
 
 
 class RedactingFormatter(logging.Formatter):
-    """Writes lines, and what follows them of an error, without secrets."""
+    """Formats log lines, including tracebacks, with secrets redacted."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted_text(super().format(record))
 
 
 def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
-    """Log INFO and above to stderr as ``[time prefix] file:line - message``.  Only a process's first call acts."""
+    """Log ``level`` and above to stderr as ``[time prefix] file:line - message``.  Later calls have no effect."""
     if _Process.is_logging_configured:
         return
     _Process.is_logging_configured = True
@@ -31,6 +31,6 @@ def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for chatty in ("httpx", "httpcore", "urllib3", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    # Megatron's FSDP and its machine that repeats steps are not used; both announce themselves.
+    # slime does not use Megatron's FSDP and rerun state machine, but both log messages.
     logging.getLogger("megatron.core.distributed.fsdp").setLevel(logging.WARNING)
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
-"""Names by which plug-ins time work: thin forms of ``slime.observability.telemetry.span``.
+"""Timers for plug-ins: thin wrappers of ``slime.observability.telemetry.span``.
 
     with timer("train"): ...            @timer            Timer().start("train_wait") ... Timer().end("train_wait")
 
-``Timer().log_dict()`` gives the sums; ``reset()`` begins the next step.
+``Timer().log_dict()`` returns the sums; ``reset()`` begins the next step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Timer", "inverse_timer", "timer"]
 
 
 def timer(name_or_function: str | Callable[..., Any]) -> Any:
-    """Time ``with timer("name")``, ``@timer("name")``, or ``@timer`` (the function's name is the span's)."""
+    """Use as ``with timer("name")``, ``@timer("name")``, or ``@timer`` (named after the function)."""
     if isinstance(name_or_function, str):
         return _timed(name_or_function)
     return _timed(name_or_function.__name__)(name_or_function)
@@ -31,7 +31,7 @@ def _timed(name: str) -> Iterator[None]:
 
 @contextmanager
 def inverse_timer(name: str) -> Iterator[None]:
-    """Stop the running span ``name`` for the body, which is not counted."""
+    """Pause the running span ``name`` during the body."""
     Timer().end(name)
     try:
         yield

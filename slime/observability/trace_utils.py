@@ -1,14 +1,14 @@
 """Traces: the events and spans of a sample.
 
-A trace lives in ``sample.trace``, a plain dict that survives ``to_dict`` and dumps::
+A trace is stored in ``sample.trace``, a plain dict that survives ``to_dict`` and dumps::
 
     {"version": 1, "trace_id": str, "sample_id": int, "group_id": int, "attempt": int,
      "events": [{"type": "span_start" | "span_end" | "event", "name": str, "ts": seconds since the epoch,
                  "span_id": str, "parent_span_id": str | None, "attrs": dict}, ...]}
 
-``trace_span(target, name)`` brackets work on a Sample, a handle, or a (nested) list of them; spans opened inside it in
-the same task become its children.  A trace never breaks the work it watches: failures of our own are swallowed and
-logged at DEBUG level; those of the traced code pass through.
+``trace_span(target, name)`` traces work on a Sample, a handle, or a (nested) list of them; spans opened inside it in
+the same task become its children.  Tracing never breaks the traced code: tracing errors are logged at DEBUG level and
+suppressed, errors of the traced code pass through.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 TRACE_VERSION = 1
 TRACE_CHILDREN_KEY = "__trace_children__"
-"""An attribute that holds finished child spans ({"name", "start", "end", "attrs"}, times in seconds since the epoch);
-at the end of its span they become spans of the trace.
+"""Name of an attribute that holds finished child spans ({"name", "start", "end", "attrs"}, times in seconds since the
+epoch); at the end of the span they become spans of the trace.
 """
 
 _META_ATTRS = {
@@ -48,14 +48,14 @@ _META_ATTRS = {
 
 @dataclass
 class TraceHandle:
-    """A sample's trace, to be handed to code that does not have the sample."""
+    """A handle to a sample's trace, for code that does not have the sample."""
 
     carrier: dict[str, Any]
-    """The dict that is ``sample.trace``."""
+    """The dict in ``sample.trace``."""
 
 
 _open_spans: ContextVar[Mapping[str, str]] = ContextVar("slime_open_spans", default=MappingProxyType({}))  # noqa: B039
-"""trace_id -> id of the innermost open span, in this task."""
+"""trace_id -> id of the innermost open span in this task."""
 
 
 _PROCESS_PREFIX = uuid.uuid4().hex
@@ -71,7 +71,7 @@ def _new_carrier() -> dict[str, Any]:
 
 
 def bind_trace(sample: Any) -> TraceHandle:
-    """Return the handle of ``sample``, whose trace is begun when it has none."""
+    """Return the handle of a sample's trace, starting a trace if it has none."""
     carrier = getattr(sample, "trace", None)
     if not isinstance(carrier, dict):
         carrier = _new_carrier()
@@ -84,13 +84,13 @@ def bind_trace(sample: Any) -> TraceHandle:
 
 
 def bind_trace_carrier(carrier: dict[str, Any]) -> TraceHandle:
-    """Return the handle of a trace dict that came from elsewhere (``export_trace``)."""
+    """Return the handle of a trace dict from elsewhere (``export_trace``)."""
     carrier.setdefault("events", [])
     return TraceHandle(carrier)
 
 
 def export_trace(target: Any) -> dict[str, Any] | None:
-    """Return the trace of one sample or handle as a dict that JSON can hold; None when there is none."""
+    """Return the trace of one sample or handle as a JSON-serializable dict, or None."""
     handles = _handles(target)
     return dict(handles[0].carrier) if handles else None
 
@@ -103,7 +103,7 @@ def import_trace(sample: Any, carrier: Mapping[str, Any] | None) -> TraceHandle:
 
 
 def trace_next_attempt(target: Any) -> None:
-    """Count one more try (a sample that goes on after an abort)."""
+    """Count another attempt, such as a sample that continues after an abort."""
     for handle in _handles(target):
         handle.carrier["attempt"] = handle.carrier.get("attempt", 0) + 1
 
@@ -142,7 +142,7 @@ def _child_events(children: Iterable[Mapping[str, Any]], parent: str) -> list[di
 
 @dataclass
 class TraceSpanContext:
-    """An open span; what is set on it is written at its end."""
+    """An open span; attributes set on it are written at its end."""
 
     handles: list[TraceHandle]
     name: str
@@ -159,10 +159,10 @@ class TraceSpanContext:
 
 
 class trace_span:  # noqa: N801 - used as a function
-    """Bracket the body of a ``with`` as one span of every sample in ``target``; see the module's docstring.
+    """Record the body of a ``with`` as a span of every sample in ``target``; see the module docstring.
 
-    Entering gives the ``TraceSpanContext``.  A plain class, because it is entered several times for each sample of a
-    rollout and ``contextmanager`` doubles what that costs.
+    Entering returns the ``TraceSpanContext``.  This is a plain class because it is entered several times per sample of
+    a rollout, and ``contextmanager`` doubles that cost.
     """
 
     __slots__ = ("_attrs", "_opened", "_record_error", "_span", "_target", "_token")
@@ -211,7 +211,7 @@ class trace_span:  # noqa: N801 - used as a function
 
 
 def trace_event(target: Any, name: str, *, attrs: Mapping[str, Any] | None = None) -> None:
-    """Record one moment, inside the span that is open."""
+    """Record one event, as a child of the open span."""
     try:
         for handle in _handles(target):
             parent = _open_spans.get().get(handle.carrier.get("trace_id", ""))
@@ -241,8 +241,12 @@ def trace_function(
     """Decorate a plain or async function so that each call is a span.
 
     Args:
-        target: name of the argument that is traced; without it, and without a getter, the first argument that is a
-            sample, a handle or a list of them.
+        name: name of the spans.
+        target: name of the argument to trace; without it and ``target_getter``, the first argument that is a sample, a
+            handle or a list of them.
+        target_getter: called with the arguments; returns what to trace.
+        attrs_getter: called with the arguments; returns the span's attributes.
+        record_error: whether to record an exception as the attribute ``error``.
     """
 
     def find(positional: tuple[Any, ...], keyword: dict[str, Any], names: list[str]) -> Any:
@@ -277,7 +281,7 @@ def trace_function(
 
 
 def finished_spans(samples: Iterable[Any], names: Container[str]) -> Iterator[tuple[float, float, Mapping[str, Any]]]:
-    """Yield start, end and attributes of the finished spans of ``samples`` with these names."""
+    """Yield start, end and attributes of the samples' finished spans with these names."""
     for sample in samples:
         starts: dict[str, float] = {}
         trace = getattr(sample, "trace", None)
@@ -291,8 +295,8 @@ def finished_spans(samples: Iterable[Any], names: Container[str]) -> Iterator[tu
 def build_sglang_meta_trace_attrs(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes of an engine call from its ``meta_info``: token counts, times, finish reason, request id.
 
-    With prefill-decode disaggregation (``pd_*`` keys) these are kept under their own names, and the seconds that the
-    call spent in each phase become its child spans.
+    ``pd_*`` keys (prefill-decode disaggregation) keep their names, and the seconds spent in each phase become child
+    spans.
     """
     attrs = {ours: meta[theirs] for theirs, ours in _META_ATTRS.items() if meta.get(theirs) is not None}
     reason = meta.get("finish_reason")
@@ -309,9 +313,9 @@ _PHASE = re.compile(r"pd_(prefill|decode)_(?!.*speed)(.+)_(?:duration|latency|ti
 
 
 def _phases(pd_attrs: Mapping[str, Any], latency_s: float | None, end: float) -> list[dict[str, Any]]:
-    """Return the phases of a disaggregated call that ended at ``end`` as child spans, one after the other.
+    """Return the phases of a disaggregated call that ended at ``end`` as consecutive child spans.
 
-    An engine tells seconds, no moments.  Both sides get the request when it comes, so both begin with it.
+    Engines report durations, not timestamps.  Both sides receive the request at once, so both sides start with it.
     """
     sides: dict[str, list[tuple[str, float]]] = {"prefill": [], "decode": []}
     for key, value in pd_attrs.items():

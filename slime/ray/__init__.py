@@ -1,1 +1,1 @@
-"""Placement, actors and the order of events.  The only package that imports ray."""
+"""Placement, actors and the order of events.  In the core, the only package that imports ray."""

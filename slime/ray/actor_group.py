@@ -1,4 +1,4 @@
-"""All ranks of one trainer (actor or critic), driven as one: a verb goes to every rank."""
+"""All ranks of one trainer (actor or critic), driven as one: each call goes to every rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_EVERY_S = 2.0
-"""How often the driver asks the ranks that it waits for how far they are."""
+"""How often the driver polls the progress of the ranks it is waiting for."""
 
 
 class JobCheckpoints:
-    """The checkpoints of this job in one folder.
+    """The checkpoints that this job has published in one folder.
 
     Args:
-        save: the folder of ``--save``; None without one.
+        save: the ``--save`` folder, or None.
     """
 
     def __init__(self, save: str | None) -> None:
@@ -43,16 +43,16 @@ class JobCheckpoints:
         self._left_out: set[int] = set()
 
     def publish(self, rollout_id: int) -> None:
-        """Note that the checkpoint of ``rollout_id`` is to count."""
+        """Record that the checkpoint of ``rollout_id`` may be resumed from."""
         self._published.add(rollout_id)
 
     def leave_out(self, number: int) -> None:
-        """Let so many of the newest ones no longer count."""
+        """Exclude the ``number`` newest checkpoints from resuming."""
         self._left_out.update(sorted(self._written(), reverse=True)[:number])
 
     @property
     def last(self) -> int | None:
-        """The rollout of the newest one; with ``--async-save`` only one that is written."""
+        """Rollout id of the newest fully written checkpoint, or None."""
         return max(self._written(), default=None)
 
     def _written(self) -> set[int]:
@@ -66,24 +66,24 @@ class RayTrainGroup:
     """One trainer: ``num_nodes x num_gpus_per_node`` ranks, rank r on the r-th GPU of the placement.
 
     Args:
-        args: the run's arguments (of the role, when roles differ).
-        num_nodes: nodes of the trainer; without any, there is no trainer, and the verbs do nothing.
-        num_gpus_per_node: ranks on each of them.
-        pg: the GPUs, at least as many as ranks.
-        num_gpus_per_actor: the share of a GPU bundle that one rank reserves.
+        args: the run's arguments (those of the role, if roles differ).
+        num_nodes: number of nodes; with 0 there is no trainer, and every method does nothing.
+        num_gpus_per_node: ranks per node.
+        pg: the GPUs, at least one per rank.
+        num_gpus_per_actor: fraction of a GPU bundle that one rank reserves.
         role: "actor" or "critic".
         with_ref: whether to load the reference model.
-        actor_cls: the worker class, or its ``module:name``, which the ranks import; the Megatron trainer when None.
-        parts: of the run.
-        leader: the actor from whose checkpoints a critic resumes.
+        actor_cls: the worker class, or its ``module:name``, which the ranks import; None for :attr:`worker`.
+        parts: the run's implementations.
+        leader: for a critic, the actor's group, whose checkpoints decide where the critic resumes.
     """
 
     rank_class: type[TrainRayActor] = TrainRayActor
-    """Gives a worker its verbs as a Ray actor."""
+    """The Ray actor class that wraps the worker."""
     worker = "slime.backends.megatron_utils.actor:MegatronTrainRayActor"
-    """The worker of a rank unless another is given."""
+    """The default worker class."""
     leaves_between_steps = False
-    """The ranks end after each step, and a push has the engines take the memory that they leave."""
+    """True if the ranks exit after each step; during a push the engines then take the freed GPU memory."""
 
     def __init__(
         self,
@@ -103,15 +103,15 @@ class RayTrainGroup:
         self.with_ref = with_ref
         self.world_size = num_nodes * num_gpus_per_node
         self.names = [f"{role} rank {rank}" for rank in range(self.world_size)]
-        """The names of the ranks in messages."""
+        """Rank names for messages."""
         self.gpus, self._num_gpus_per_actor, self._worker = pg, num_gpus_per_actor, actor_cls or self.worker
         self.parts = parts
         self.checkpoints: JobCheckpoints = JobCheckpoints(args.save) if leader is None else leader.checkpoints
         self.push = WeightPush(self)
         self.layouts: list[dict[str, int]] = []
-        """Of every rank, parallel group sizes and its place in them (``TrainWorker.get_parallel_config``)."""
+        """For each rank, its parallel group sizes and its position in them (``TrainWorker.get_parallel_config``)."""
         self.deal_external_data: Callable[[list[Any]], list[Any]] = list
-        """From a list of another role's, one entry for each of its ranks, to one for each rank here."""
+        """Maps another role's list, one entry per rank of that role, to a list with one entry per rank here."""
         self.actors: list[Any] = []
         self._heartbeats: Heartbeats | None = None
         self.start_rollout_id: int = 0
@@ -121,10 +121,9 @@ class RayTrainGroup:
     # Life
 
     def create(self) -> int:
-        """Start every rank, load the model, and return the first rollout to run (equal on all ranks).
+        """Start every rank, load the model, and return the id of the first rollout to run (equal on all ranks).
 
-        After the first time the ranks resume from the last checkpoint of this job; without one they start as they did
-        first.
+        Later calls resume from this job's last checkpoint; without one, the ranks start as in the first call.
         """
         self.begin()
         asked = self.actors[0].get_master_addr_and_port.remote()
@@ -132,7 +131,7 @@ class RayTrainGroup:
         places = enumerate(zip(self.actors, self.gpus.gpu_ids, strict=False))
         met = [actor.set_rendezvous.remote(self.world_size, rank, address, port, gpu) for rank, (actor, gpu) in places]
         self.wait(met, "rendezvous")
-        # From here on every rank has answered once.
+        # Heartbeats start here because every rank has answered once.
         self._heartbeats = Heartbeats(
             dict(zip(self.names, self.actors, strict=True)), self.args.trainer_hang_timeout_s
         )
@@ -140,7 +139,7 @@ class RayTrainGroup:
             self.args = self.args_to_resume()
         start_ids = self.on_all("init", self.args, self.role, self.with_ref, what="model set-up")
         if len(set(start_ids)) != 1:
-            raise CheckpointError(f"{self.role} ranks resumed at different rollouts, of different saves: {start_ids}")
+            raise CheckpointError(f"{self.role} ranks resumed from different saves, at rollouts {start_ids}")
         self.start_rollout_id = start_ids[0]
         self.version.start(self.args, self.start_rollout_id)
         self._was_created, self.push.is_connected = True, False
@@ -149,15 +148,15 @@ class RayTrainGroup:
         return self.start_rollout_id
 
     def args_to_resume(self) -> Namespace:
-        """Return the args by which fresh ranks take the place of others."""
+        """Return the args with which restarted ranks resume."""
         return args_to_resume(self._run_args, weight_version=self.version.number, checkpoint=self.checkpoints.last)
 
     def leave_out_checkpoints(self, number: int) -> None:
-        """Resume from an older one after the next start: so many of the newest no longer count."""
+        """Exclude the ``number`` newest checkpoints, so that the next start resumes from an older one."""
         self.checkpoints.leave_out(number)
 
     def begin(self) -> None:
-        """Start the processes of the ranks, which import for many seconds; :meth:`create` continues with them."""
+        """Start the rank processes, whose imports take many seconds; :meth:`create` then uses them."""
         if self.world_size and not self.actors:
             self.actors = start_ranks(
                 self._worker,
@@ -170,23 +169,23 @@ class RayTrainGroup:
             )
 
     def set_rollout_manager(self, rollout_manager: Any) -> None:
-        """Tell the manager how the trainer is laid out; it needs that to split the train data."""
+        """Send the manager the trainer's parallel layout, which it needs to split the train data."""
         self.push.manager = rollout_manager
         told = rollout_manager.set_train_parallel_config.remote(self.layouts[0])
         wait_for(told, what="the rollout manager", timeout_s=120)
 
     def release(self, *, flushes: bool = False) -> None:
-        """Kill every rank.  Ray counts their resources as free some seconds later, when the processes have gone.
+        """Kill every rank.  Ray frees their resources some seconds later, when the processes have exited.
 
         Args:
-            flushes: whether each writes first what it has recorded; one that cannot ends without.
+            flushes: whether each rank writes its telemetry first; a rank that fails to is killed all the same.
         """
         if flushes:
             try:
                 self.on_all("flush_telemetry", what="the trainer's record", timeout_s=2 * FLUSH_TIMEOUT_S)
             except ProcessError as error:
-                logger.warning("The record of the last rollout may lack the %s's part: %s", self.role, error)
-        for actor, name in zip(self.actors, self.names, strict=False):  # a death while they start leaves fewer
+                logger.warning("The record of the last rollout may be missing data from the %s: %s", self.role, error)
+        for actor, name in zip(self.actors, self.names, strict=False):  # a death during start-up leaves fewer actors
             forget(name)
             ray.kill(actor)
         self.actors, self._heartbeats = [], None
@@ -194,10 +193,10 @@ class RayTrainGroup:
     # Work
 
     def async_train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> list[ray.ObjectRef]:
-        """Start a training step on every rank; give a reference for each.
+        """Start training on one rollout on every rank; return one reference per rank.
 
-        ``external_data`` is for all ranks, or a list, of what a critic's ranks return or of references to it: each
-        rank gets its own.
+        A list in ``external_data`` holds one value (or reference) per critic rank, and each rank gets its own entry
+        (:attr:`deal_external_data`).  Any other value goes to all ranks.
         """
         is_list = isinstance(external_data, list)
         per_rank = self.deal_external_data(external_data) if is_list else [external_data] * len(self.actors)
@@ -207,47 +206,47 @@ class RayTrainGroup:
         ]
 
     def wait_trained(self, rollout_id: int, refs: list[ray.ObjectRef]) -> list[Any]:
-        """Wait for what ``async_train`` started; return what each rank returned."""
+        """Wait for the calls that ``async_train`` started; return each rank's result."""
         results = self.wait(refs, what=f"training on rollout {rollout_id}")
         self.version.rollout_id = rollout_id
         return results
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
-        """Save the checkpoint of ``rollout_id``, and the position in the data with it, and make it count.
+        """Write the checkpoint of ``rollout_id`` and the data position, then publish the checkpoint.
 
-        A driver that saves several roles as one calls the parts: :meth:`write_checkpoint` of each, then
-        :meth:`publish_checkpoint`.
+        A driver that saves several roles together calls :meth:`write_checkpoint` for each role, then
+        :meth:`publish_checkpoint` for each.
         """
         self.write_checkpoint(rollout_id, force_sync)
         has_manager = self.push.manager is not None
         if has_manager and self.args.rollout_global_dataset:
-            # A checkpoint that counts has one.
+            # Before publishing: every published checkpoint has a data position.
             self.push.ask_manager("save", rollout_id, timeout_s=self.args.train_timeout_s)
         self.publish_checkpoint(rollout_id)
         if has_manager:
             self.push.ask_manager("record_published", rollout_id)
 
     def write_checkpoint(self, rollout_id: int, force_sync: bool = False) -> None:
-        """Write the checkpoint of ``rollout_id``; it does not count until :meth:`publish_checkpoint`."""
+        """Write the checkpoint of ``rollout_id``.  No run resumes from it until :meth:`publish_checkpoint`."""
         self.on_all("save_model", rollout_id, force_sync, what=f"checkpoint {rollout_id}")
 
     def publish_checkpoint(self, rollout_id: int) -> None:
-        """Make the checkpoint of ``rollout_id`` the one to resume from.  The last act of a save."""
+        """Make the checkpoint of ``rollout_id`` the one to resume from.  The last step of a save."""
         self.checkpoints.publish(rollout_id)
         self.on_all("publish_checkpoint", rollout_id, what=f"publishing checkpoint {rollout_id}")
 
     # Weights and memory
 
     def update_weights(self) -> dict[str, float]:
-        """Give the present weights to the engines, as :meth:`WeightPush.update` does."""
+        """Push the current weights to the engines; see :meth:`WeightPush.update`."""
         return self.push.update()
 
     def onload(self) -> None:
-        """Bring the trainer's memory back to the GPUs."""
+        """Load the trainer's state back onto the GPUs."""
         self.on_all("wake_up", what="trainer wake-up")
 
     def offload(self) -> None:
-        """Take the trainer's memory off the GPUs."""
+        """Offload the trainer's state from the GPUs."""
         self.on_all("sleep", what="trainer sleep")
 
     def clear_memory(self) -> None:
@@ -255,11 +254,11 @@ class RayTrainGroup:
         self.on_all("clear_memory", what="freeing cached memory")
 
     def on_all(self, verb: str, *arguments: Any, what: str, timeout_s: float | None = None) -> list[Any]:
-        """Call a verb of every rank; return what each returned."""
+        """Call method ``verb`` on every rank; return each rank's result."""
         return self.wait([getattr(actor, verb).remote(*arguments) for actor in self.actors], what, timeout_s)
 
     def wait(self, refs: list[ray.ObjectRef], what: str, timeout_s: float | None = None) -> list[Any]:
-        """Wait for calls of ranks; one that hangs meanwhile ends the wait."""
+        """Wait for calls to ranks; raises HangError if a rank hangs meanwhile."""
         if self._heartbeats is not None:
             self._heartbeats.begin()
         return wait_for(

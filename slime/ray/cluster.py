@@ -1,6 +1,6 @@
-"""The Ray cluster of a job: how this process joins or starts one, sees that its servers live, and leaves it.
+"""A job's Ray cluster: how this process joins or starts it, checks that its servers are alive, and leaves it.
 
-The cluster is the one that ``RAY_ADDRESS`` names, or that this user runs on this machine, else a private one.
+A job uses the cluster named by ``RAY_ADDRESS``, else one that this user runs on this machine, else a private one.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ CONNECT_TIMEOUT_S = 120.0
 CHECK_EVERY_S = 3.0
 ANSWER_TIMEOUT_S = 3.0
 SILENT_S = 45.0
-"""Time for the GCS to answer again, as one does that its owner restarts; after 60 s Ray would end the process."""
+"""How long the GCS may be silent, for example while its owner restarts it; after 60 s Ray would end the process."""
 LEAVE_TIMEOUT_S = 20.0
-"""Time for the driver to leave the cluster, which it tells both."""
+"""Time for ``ray.shutdown``, which notifies both the GCS and the raylet."""
 LOG_TAIL_LINES = 10
 NEEDED = (ray_constants.PROCESS_TYPE_GCS_SERVER, ray_constants.PROCESS_TYPE_RAYLET)
 _FOLDERS: list[Path] = []
-"""The folder of the private cluster, until the job leaves it."""
+"""The private cluster's folder, until the job leaves the cluster."""
 
 
 def connect(args: Namespace) -> None:
-    """Join the Ray cluster of ``RAY_ADDRESS``, else this user's on this machine; without one, start a private one.
+    """Join the Ray cluster at ``RAY_ADDRESS``, else this user's cluster on this machine, else start a private one.
 
-    ``RAY_ADDRESS=local`` asks for a private one outright.  The private cluster of a machine without GPUs has as many
+    ``RAY_ADDRESS=local`` always starts a private one.  On a machine without GPUs a private cluster declares as many
     logical GPUs as the run needs.
 
     Raises:
-        ConfigError: a cluster is there but does not let this process in, none is where ``RAY_ADDRESS`` says, or a
-            private one, which no other machine joins, would be too small.
+        ConfigError: the cluster refuses this process, no cluster answers at ``RAY_ADDRESS``, or a private cluster,
+            which no other machine can join, would be too small.
     """
     if ray.is_initialized():
         return
@@ -79,14 +79,14 @@ def connect(args: Namespace) -> None:
     num_gpus = _gpus_of_private_cluster(args)
     num_cpus = None if num_gpus is None else 2 * num_gpus + 4
     logger.info(
-        "no Ray cluster is named, and this user runs none here: starting a private one (%s logical GPUs)",
+        "RAY_ADDRESS names no Ray cluster and this user runs none here: starting a private one (%s logical GPUs)",
         num_gpus or "no",
     )
     _start(num_gpus, num_cpus)
 
 
 def _gpus_of_private_cluster(args: Namespace) -> int | None:
-    """Return how many logical GPUs it needs; None for those that this machine has."""
+    """Return how many logical GPUs to declare; None to use this machine's real ones."""
     needed, cores = plan_gpus(args).num_gpus, os.cpu_count() or 1
     if torch.cuda.is_available():
         if (found := torch.cuda.device_count()) < needed:
@@ -108,29 +108,29 @@ def _gpus_of_private_cluster(args: Namespace) -> int | None:
 
 
 def disconnect(*, keeps_logs: bool) -> None:
-    """Leave the cluster; a private one ends, and its folder goes unless it has the logs of a failure."""
+    """Leave the cluster.  A private cluster ends, and its folder is removed unless ``keeps_logs``."""
     if ray.is_initialized():
         leave_ray()
     while _FOLDERS:
         folder = _FOLDERS.pop()
         if keeps_logs:
             (folder / "token").unlink(missing_ok=True)
-            logger.info("the logs of Ray are kept in %s", folder)
+            logger.info("Ray's logs are kept in %s", folder)
         else:
             remove_ray_folder(folder)
 
 
 def _start(num_gpus: int | None, num_cpus: int | None) -> None:
-    """Start a private cluster.  Ray gives its own processes 30 seconds, which a busy machine may exceed: try again.
+    """Start a private cluster.  Ray allows its processes 30 seconds, which a busy machine may exceed, so this retries.
 
-    In the main thread: Ray's servers end when the thread that started them does.
+    Must run in the main thread: Ray's servers exit with the thread that started them.
     """
-    # Without this Ray takes the address of the outgoing interface for loopback; its own processes read the variable.
+    # Otherwise Ray replaces loopback by the address of the outgoing interface.  Ray's processes read the variable.
     ray_constants.ENABLE_RAY_CLUSTER = False
     env.export({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"})
     folder = new_ray_folder()
     _FOLDERS.append(folder)
-    atexit.register(disconnect, keeps_logs=True)  # for drivers that do not call it
+    atexit.register(disconnect, keeps_logs=True)  # for drivers that do not call disconnect
     _make_token(folder)
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
@@ -141,18 +141,18 @@ def _start(num_gpus: int | None, num_cpus: int | None) -> None:
                 include_dashboard=False,
                 log_to_driver=True,
                 _temp_dir=str(folder / RAY),
-                _system_config={"prestart_worker_first_driver": False},  # no actor of a job can use them
+                _system_config={"prestart_worker_first_driver": False},  # actors cannot use prestarted workers
             )
             return
         except Exception as error:
-            # Ray raises a plain Exception here.
+            # Ray raises a plain Exception when it times out.
             if "timed out during startup" not in str(error) or attempt == START_ATTEMPTS:
                 raise
             logger.warning("attempt %d of %d to start Ray failed: %s", attempt, START_ATTEMPTS, error)
 
 
 def _make_token(folder: Path) -> None:
-    """Put Ray's token into a file that only this user reads: plug-ins, and what they start, see an environment."""
+    """Write Ray's token to a file that only this user can read: plug-ins and their children see the environment."""
     if env.get_str("RAY_AUTH_MODE", "token") != "token" or env.get_str("RAY_AUTH_TOKEN_PATH") is not None:
         return
     with open(os.open(folder / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -164,9 +164,9 @@ def _make_token(folder: Path) -> None:
 
 
 def _join(address: str) -> Exception | None:
-    """Join a running cluster, with a deadline; gives the error it ended with.
+    """Join a running cluster within a deadline; return the error, or None on success.
 
-    In another thread, because Ray tries for many minutes to join a cluster whose token it does not have.
+    Runs in another thread because Ray retries for many minutes when it lacks the cluster's token.
     """
     outcome: list[Exception | None] = []
 
@@ -174,7 +174,7 @@ def _join(address: str) -> Exception | None:
         try:
             ray.init(address=address, log_to_driver=True)
             outcome.append(None)
-        except Exception as error:  # carried to the thread that waits
+        except Exception as error:  # returned by the waiting thread
             outcome.append(error)
 
     thread = threading.Thread(target=initialise, name="ray-init", daemon=True)
@@ -182,8 +182,8 @@ def _join(address: str) -> Exception | None:
     thread.join(CONNECT_TIMEOUT_S)
     if not outcome:
         return ConfigError(
-            f"the Ray cluster at {address} does not let this process in within {CONNECT_TIMEOUT_S:.0f} s. "
-            "If it is not the one you mean, set RAY_ADDRESS (RAY_ADDRESS=local starts a private one); if it is, give "
+            f"the Ray cluster at {address} did not let this process in within {CONNECT_TIMEOUT_S:.0f} s. "
+            "If this is the wrong cluster, set RAY_ADDRESS (RAY_ADDRESS=local starts a private one); otherwise give "
             "this process its token (RAY_AUTH_MODE=token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)."
         )
     return outcome[0]
@@ -193,10 +193,11 @@ def _join(address: str) -> Exception | None:
 
 
 def own_cluster() -> str | None:
-    """Return the address of the cluster that this user runs here by ``ray start``; None without one.
+    """Return the address of the cluster that this user started here with ``ray start``, or None.
 
-    Ray's own file with the address may be any user's.  Here the address is a flag of a raylet that this user runs;
-    the file only chooses among several.  Whoever is asked at the address gets the job's code, flags and secret.
+    Any user may have written Ray's address file.  The address is therefore taken from the flags of a raylet that this
+    user runs, and the file only chooses among several.  The cluster at that address receives the job's code, flags
+    and secret.
     """
     raylets = {words["--gcs-address"]: words for words in _own_raylets() if "--gcs-address" in words}
     try:
@@ -208,7 +209,7 @@ def own_cluster() -> str | None:
         return None
     except (OSError, ValueError, KeyError) as error:
         logger.warning(
-            "The Ray cluster here is not joined: %s. To join it all the same, give its address by RAY_ADDRESS.",
+            "Not joining the Ray cluster on this machine: %s. To join it anyway, set RAY_ADDRESS to its address.",
             error,
         )
         return None
@@ -216,7 +217,7 @@ def own_cluster() -> str | None:
 
 
 def _check_sockets(raylet: Mapping[str, str]) -> None:
-    """Check that this user owns the sockets of a raylet: /tmp/ray lets everybody write."""
+    """Check that this user owns a raylet's sockets: anybody may write to /tmp/ray."""
     session = Path(raylet["--session_dir"])
     sockets = [Path(raylet[name]) for name in ("--raylet_socket_name", "--store_socket_name")]
     for path in (session, sockets[0].parent, *sockets):
@@ -238,16 +239,16 @@ def _own_raylets() -> list[dict[str, str]]:
 
 
 class RayServers:
-    """What this process knows of Ray's own."""
+    """Checks that the GCS and this node's raylet are alive."""
 
     def __init__(self) -> None:
         self._next_check_s = self._answered_s = 0.0
 
     def check(self) -> None:
-        """Raise when the raylet or the GCS has ended or does not answer; an actor, which ends with them, asks nothing.
+        """Raise if the raylet or the GCS has ended or is silent.  Does nothing in actors, which end with the raylet.
 
         Raises:
-            ProcessError: one has ended, with the end of its log where this process started it; or does not answer.
+            ProcessError: one has ended (the message has the end of its log if this process started it) or is silent.
         """
         worker = ray._private.worker
         if worker.global_worker.mode != ray.SCRIPT_MODE:
@@ -257,7 +258,7 @@ class RayServers:
             if kind in NEEDED:
                 raise ProcessError(
                     f"Ray's {kind} (process {process.pid}) ended with status {process.returncode}, and the job cannot "
-                    f"go on without it (-9: killed, often for want of memory)\n{_log_tails(node, kind)}"
+                    f"continue without it (-9: killed, often because memory ran out)\n{_log_tails(node, kind)}"
                 )
         if time.monotonic() >= self._next_check_s:
             self._ask(worker.global_worker)
@@ -265,7 +266,7 @@ class RayServers:
 
     def _ask(self, worker: Any) -> None:
         began_s = time.monotonic()
-        if began_s > self._next_check_s + SILENT_S:  # nobody has asked for so long
+        if began_s > self._next_check_s + SILENT_S:  # no check ran meanwhile, so silence cannot be measured
             self._answered_s = began_s
         own_node = NodeID.from_hex(ray.get_runtime_context().get_node_id())
         try:
@@ -275,25 +276,25 @@ class RayServers:
             if silent_s > SILENT_S:
                 raise ProcessError(
                     f"Ray's gcs_server at {worker.gcs_client.address} has not answered for {silent_s:.0f} s: its "
-                    f"process is stopped or has ended, or its node has ({error})"
+                    f"process or its node is stopped or has ended ({error})"
                 ) from error
             return
         self._answered_s = time.monotonic()
         if not is_alive:
             raise ProcessError(
-                "Ray counts this node, the driver's, as dead: its raylet has ended, is stopped, or is too busy to "
+                "Ray considers the driver's node dead: its raylet has ended, is stopped, or is too busy to "
                 f"answer the GCS. Ray's logs are in {ray._private.worker._global_node.get_logs_dir_path()}"
             )
 
 
 RAY_SERVERS = RayServers()
-"""Those of this process's cluster."""
+"""The servers of this process's cluster."""
 
 
 def leave_ray() -> None:
-    """Leave the cluster, a private one by ending it.  Processes of Ray's that hang or are gone keep nobody.
+    """Leave the cluster; a private one is ended.  Takes a bounded time even if Ray's processes hang or are gone.
 
-    Ray waits for answers of both without end.
+    ``ray.shutdown`` alone would wait forever for the GCS and the raylet.
     """
     node = ray._private.worker._global_node
     thread = threading.Thread(target=ray.shutdown, name="leave-ray", daemon=True)

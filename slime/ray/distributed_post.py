@@ -1,8 +1,8 @@
-"""Requests posted from several processes (``--use-distributed-post``), for rollouts that one process cannot serve.
+"""HTTP requests posted from several processes (``--use-distributed-post``).
 
-One process builds and parses the JSON of every request.  Where that is the bottleneck (very many short responses, or
-many megabytes of images), actors on every node share it; the answers come back through Ray, copied once more.  Which
-of the two is faster was not measured.
+By default one process builds and parses the JSON of every request.  If that is the bottleneck (very many short
+responses, or many megabytes of images), actors on every node share the work; responses come back through Ray, at the
+cost of one more copy.  Which is faster was not measured.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from slime.utils.http_utils import PostTransportUnavailable, init_http_client, p
 logger = logging.getLogger(__name__)
 
 CPU_SHARE = 0.001
-"""Share of a core that Ray counts for an actor: the actors must fit beside whatever the job reserves."""
+"""Cores that Ray reserves per actor; tiny, so that the actors always fit beside the rest of the job."""
 START_TIMEOUT_S = 120.0
 
 
 class _Poster:
-    """Posts what it is given."""
+    """Actor that posts requests."""
 
     def __init__(self, args: Namespace) -> None:
         init_http_client(args)
 
     def ready(self) -> bool:
-        """Return True once the process is up."""
+        """Return True; answers once the process is up."""
         return True
 
     async def post(self, url: str, payload: Any, max_retries: int, headers: Mapping[str, str] | None) -> Any:
@@ -47,9 +47,9 @@ _RemotePoster: Any = ray.remote(num_cpus=CPU_SHARE, num_gpus=0)(_Poster)
 
 
 class DistributedPost:
-    """A post transport over actors, used in turn.
+    """A post transport that uses actors round-robin.
 
-    Invariant: an actor that has died is asked no more; without any left, requests are posted from this process.
+    Dead actors are dropped.  When none is left, the caller posts from its own process.
     """
 
     def __init__(self, posters: list[Any]) -> None:
@@ -61,7 +61,7 @@ class DistributedPost:
 
         Raises:
             EngineError: as ``post`` does.
-            PostTransportUnavailable: no actor is left, or the one whose turn it was has just died.
+            PostTransportUnavailable: no actor is left, or the chosen one has died.
         """
         posters = self._posters
         if not posters:
@@ -73,13 +73,11 @@ class DistributedPost:
             raise (error.cause if isinstance(error.cause, Exception) else error) from error
         except RayActorError as error:
             self._posters = [other for other in self._posters if other is not poster]
-            raise PostTransportUnavailable(
-                f"a posting actor has died, {len(self._posters)} are left: {error}"
-            ) from error
+            raise PostTransportUnavailable(f"a posting actor died; {len(self._posters)} are left: {error}") from error
 
 
 def start_distributed_post(args: Namespace) -> DistributedPost:
-    """Start ``--num-gpus-per-node`` posting actors on every node, no more than it has cores, and post through them."""
+    """Start ``--num-gpus-per-node`` posting actors on every node (at most one per core) and post through them."""
     posters = []
     nodes = [node for node in ray.nodes() if node["Alive"]]
     for node in nodes:
@@ -89,7 +87,7 @@ def start_distributed_post(args: Namespace) -> DistributedPost:
         options["runtime_env"] = {"env_vars": COMMON_ACTOR_ENV}
         posters += [_RemotePoster.options(**options).remote(args) for _ in range(count)]
     wait_for([poster.ready.remote() for poster in posters], what="the posting actors", timeout_s=START_TIMEOUT_S)
-    logger.info("requests are posted by %d actors on %d nodes", len(posters), len(nodes))
+    logger.info("posting requests from %d actors on %d nodes", len(posters), len(nodes))
     transport = DistributedPost(posters)
     set_post_transport(transport)
     return transport

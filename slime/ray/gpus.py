@@ -1,8 +1,8 @@
 """Assignment of GPUs to the trainer and the engines.
 
-One Ray placement group holds every GPU of the job.  Its bundles are sorted by (node address, GPU index), so that
-training rank r sits on the r-th GPU of that order and an engine's GPUs are neighbours.  On a machine without GPUs the
-GPUs are logical: ``ray start --num-gpus N`` declares them and nothing else changes.
+One Ray placement group holds all of the job's GPUs.  Its bundles are sorted by (node address, GPU index): training
+rank r uses the r-th GPU in that order, and an engine's GPUs are adjacent.  On a machine without GPUs the GPUs are
+logical: ``ray start --num-gpus N`` declares them, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ logger = logging.getLogger(__name__)
 
 
 class GpuSlice(NamedTuple):
-    """A run of GPUs: the placement group, and for each GPU its bundle and its physical index on its node."""
+    """Consecutive GPUs: the placement group, and each GPU's bundle and physical index on its node."""
 
     placement_group: PlacementGroup | None
     bundle_indices: list[int]
     gpu_ids: list[int]
 
     def from_offset(self, offset: int) -> GpuSlice:
-        """Return the GPUs from ``offset`` on."""
+        """Return the GPUs starting at ``offset``."""
         return GpuSlice(self.placement_group, self.bundle_indices[offset:], self.gpu_ids[offset:])
 
 
 def create_placement_groups(args: Namespace) -> dict[str, GpuSlice | None]:
-    """Reserve every GPU of the job and hand out the parts; joins Ray where the process has not.
+    """Reserve all GPUs of the job and return a slice for each role.  Connects to Ray if necessary.
 
     Returns:
-        ``{"actor", "critic", "rollout", "spare"}``; the critic shares the actor's GPUs, or None;
-        the last ones are those of ``--spare-nodes``.
+        Slices under the keys ``actor``, ``critic``, ``rollout`` and ``spare``.  The critic shares the actor's GPUs
+        (None without a critic); ``spare`` starts at the GPUs of ``--spare-nodes``.
 
     Raises:
-        ConfigError: the cluster stays too small until ``--cluster-wait-timeout-s`` has passed, or GPUs in reserve
-            would be lost with a node of the trainer.
+        ConfigError: the cluster is still too small after ``--cluster-wait-timeout-s``, or some spare GPUs are on a
+            node of the trainer and would be lost with it.
     """
     connect(args)
     plan = plan_gpus(args)
@@ -56,8 +56,8 @@ def create_placement_groups(args: Namespace) -> dict[str, GpuSlice | None]:
     everything, nodes = _reserve(plan.num_gpus + num_spare, args.cluster_wait_timeout_s)
     if shared := set(nodes[:num_ranks]) & set(nodes[plan.num_gpus :]):
         raise ConfigError(
-            f"--spare-nodes {args.spare_nodes}: of the GPUs in reserve some are on {', '.join(sorted(shared))}, and "
-            "would be lost with the ranks of the trainer there. Add a node to the cluster, or drop the flag."
+            f"--spare-nodes {args.spare_nodes}: some spare GPUs are on {', '.join(sorted(shared))}, where trainer "
+            "ranks run, and would be lost with them. Add a node to the cluster, or drop the flag."
         )
     return {
         "actor": everything,
@@ -68,7 +68,7 @@ def create_placement_groups(args: Namespace) -> dict[str, GpuSlice | None]:
 
 
 def _reserve(num_gpus: int, timeout_s: float) -> tuple[GpuSlice, list[str]]:
-    """Return so many GPUs in order, and the node of each."""
+    """Return ``num_gpus`` GPUs in order, and the node address of each."""
     if num_gpus == 0:
         return GpuSlice(None, [], []), []
     _wait_for_resources(num_gpus, timeout_s)
@@ -100,7 +100,7 @@ def _wait_for_resources(num_gpus: int, timeout_s: float) -> None:
         RAY_SERVERS.check()
         total = ray.cluster_resources()
         gpus, cpus = int(total.get("GPU", 0)), int(total.get("CPU", 0))
-        # The rollout manager takes one CPU beside those of the bundles.
+        # The rollout manager needs one CPU in addition to those of the bundles.
         if gpus >= num_gpus and cpus >= num_gpus + 1:
             return
         lack = (
@@ -119,16 +119,16 @@ def _wait_for_resources(num_gpus: int, timeout_s: float) -> None:
 
 
 def _nodes_in_words() -> str:
-    """Describe the nodes that have joined, so that a missing one is easy to see."""
+    """Describe the nodes that have joined, so that a missing one is easy to spot."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     each = [f"{node['NodeManagerAddress']} with {node['Resources'].get('GPU', 0):g} GPUs" for node in alive]
     return f"{len(alive)} node{'s' if len(alive) != 1 else ''}: {', '.join(sorted(each))}"
 
 
 def bundle_identities(group: PlacementGroup, bundles: Sequence[int], share: float = 1) -> list[tuple[str, int]]:
-    """Return node address and physical index of each bundle's GPU, of which ``share`` is free."""
+    """Return the node address and physical index of each bundle's GPU; fraction ``share`` of each must be free."""
 
-    # Defined here, it travels by value: its workers import nothing of this package, and torch with it.
+    # A nested function is pickled by value, so the workers do not import this package and, with it, torch.
     @ray.remote(num_cpus=0, num_gpus=share, max_retries=0, runtime_env={"env_vars": NOSET_VISIBLE_DEVICES})
     def node_and_gpu() -> tuple[str, int]:
         return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
@@ -143,7 +143,7 @@ def bundle_identities(group: PlacementGroup, bundles: Sequence[int], share: floa
 
 
 def _sort_key(node: str, gpu_id: int) -> tuple[list[int], int]:
-    """Return a key that sorts IPv4 addresses and known host names by numbers, other names by letters."""
+    """Return a sort key: numeric for IPv4 addresses and resolvable host names, alphabetic for other names."""
     for address in (node, _resolve(node)):
         parts = address.split(".")
         if len(parts) == 4 and all(part.isdigit() for part in parts):
@@ -159,7 +159,7 @@ def _resolve(node: str) -> str:
 
 
 def strategy_for(gpus: GpuSlice, position: int) -> Any:
-    """Return the Ray strategy that puts an actor (and what it starts) on the GPU at ``position`` of the slice."""
+    """Return the Ray scheduling strategy that puts an actor and its children on the slice's GPU at ``position``."""
     return PlacementGroupSchedulingStrategy(
         placement_group=gpus.placement_group,
         placement_group_bundle_index=gpus.bundle_indices[position],

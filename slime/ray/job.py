@@ -1,7 +1,7 @@
-"""From the command line to a running job and back: connect to Ray, report the first cause of a failure, clean up.
+"""Run a job from the command line: connect to Ray, run the loop, report the root cause of a failure, clean up.
 
-Ray ends every actor of a driver that has gone, and an engine's server or a router ends itself when its actor has: so
-whatever happens to the driver, nothing of the job is left.  What is done here makes that quick and the message clear.
+Ray ends all actors of a driver that has exited, and engine servers and routers exit with their actors.  So nothing of
+the job survives the driver, however it ends.  This module makes the end quick and its message clear.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def run(
     *,
     parse: Callable[[], Namespace],
 ) -> None:
-    """Parse the command line, connect, run ``train(args)``, and leave with an exit code that says how it went.
+    """Parse the command line, connect to Ray, run ``train(args)``, and exit the process.
 
-    0 success, 1 failure, 2 bad input, 130 interrupted.
+    Exit codes: 0 success, 1 failure, 2 bad input, 130 interrupted.
 
     Args:
-        train: the loop.
-        check: raises for what this ``train`` cannot do.
-        parse: returns the args of the command line.
+        train: the training loop.
+        check: raises if this ``train`` does not support the args.
+        parse: returns the parsed command line.
     """
     configure_logger()
     signal.signal(signal.SIGTERM, _raise_interrupted)
@@ -58,19 +58,19 @@ def run(
         code = 0
     except (ConfigError, DataError, HookError) as error:
         code = EXIT_BAD_INPUT
-        _report("slime cannot go on with this run", error)
+        _report("slime cannot continue this run", error)
     except SlimeError as error:
         _report("slime job failed", error)
     except (KeyboardInterrupt, Interrupted) as interruption:
         if interruption.__cause__ is not None:
-            _report("slime cannot go on with this run", interruption.__cause__)
+            _report("slime cannot continue this run", interruption.__cause__)
         code = _interrupted()
-    except Exception as error:  # the edge of the process: everything that is not foreseen ends here
+    except Exception as error:  # the process boundary: all unexpected errors end here
         print(redacted_text(traceback.format_exc()), file=sys.stderr)
         _report("slime job failed", error)
     finally:
         if code in (EXIT_FAILED, EXIT_BAD_INPUT) and sigterm().has_come:
-            code = _interrupted()  # a node that went early, engines that got the signal too: no failure of the job's
+            code = _interrupted()  # errors after SIGTERM (a lost node, signalled engines) are not failures of the job
         if code:
             telemetry.event("failed", code=code)
         telemetry.stop()
@@ -80,7 +80,7 @@ def run(
 
 
 def _interrupted() -> int:
-    """Say that a signal ends the job; return the exit code for that."""
+    """Print that a signal ends the job; return the matching exit code."""
     print("\nslime job interrupted: stopping its engines and trainers", file=sys.stderr, flush=True)
     return EXIT_INTERRUPTED
 
@@ -90,7 +90,7 @@ def _raise_interrupted(signum: int, frame: FrameType | None) -> None:
 
 
 def _report(title: str, error: BaseException) -> None:
-    """Print the error and its first cause; the log above has the consequences."""
+    """Print the error and its root cause.  The log above shows only the consequences."""
     cause: BaseException = error
     while cause.__cause__ is not None and not isinstance(cause.__cause__, RayError):
         cause = cause.__cause__
@@ -99,6 +99,6 @@ def _report(title: str, error: BaseException) -> None:
     lines = [f"{title}: {type(error).__name__}: {error}"]
     if cause is not error and str(cause) not in str(error):
         lines.append(f"first cause: {type(cause).__name__}: {cause}")
-    # Notes are of a plug-in: flag, path, sample and its own frames.
+    # Notes describe a plug-in: its flag, path, sample and stack frames.
     lines += dict.fromkeys(getattr(error, "__notes__", []) + getattr(cause, "__notes__", []))
     print(f"\n{bar}", *map(redacted_text, lines), bar, sep="\n", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The implementations that a job is made of."""
+"""The exchangeable implementations that make up a job."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class Evaluation(ABC):
-    """Evaluations for which the loop does not wait."""
+    """Evaluations that run in the background while the loop continues."""
 
     @abstractmethod
     def __init__(self, args: Namespace, manager: Any, actor: RayTrainGroup) -> None: ...
 
     @abstractmethod
     def begin(self, rollout_id: int) -> None:
-        """Begin to evaluate the weights that the trainer has after ``rollout_id``; the trainer must be idle."""
+        """Start evaluating the trainer's weights after ``rollout_id``.  The trainer must be idle."""
 
     @abstractmethod
     def raise_if_failed(self) -> None:
-        """Raise the error of an evaluation that has ended with one."""
+        """Raise the error of an evaluation that failed, if one did."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for the evaluation that runs, if one does."""
+        """Wait for the running evaluation, if any."""
 
 
 MakeObserver = Callable[[Namespace, Any], "GroupObserver"]
@@ -41,15 +41,15 @@ MakeObserver = Callable[[Namespace, Any], "GroupObserver"]
 
 @dataclass(frozen=True)
 class Part:
-    """A class or function by its name: the process that uses it imports it, and no other process does."""
+    """A class or function by name; only the process that uses it imports it."""
 
     path: str
-    """``package.module:name``.  With a dot for the colon an import that fails in the module would be hidden."""
+    """``package.module:name``.  With a dot in place of the colon, a failing import in the module would be hidden."""
     options: Mapping[str, Part | str] = field(default_factory=dict)
-    """Keywords of its call; parts among them are imported with it."""
+    """Keyword arguments for its call; values that are parts are loaded with it."""
 
     def load(self) -> Any:
-        """Import it."""
+        """Import and return the class or function, with :attr:`options` bound."""
         loaded = pkgutil.resolve_name(self.path)
         options = {name: one.load() if isinstance(one, Part) else one for name, one in self.options.items()}
         return partial(loaded, **options) if options else loaded
@@ -62,28 +62,28 @@ def load_all(parts: Iterable[Part]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Parts:
-    """What ``slime.compose`` chose for a job; the defaults are the core's own."""
+    """The implementations that ``slime.compose`` chose for a job; the defaults are the core's."""
 
     sinks: tuple[Part, ...] = ()
-    """Subclasses of ``telemetry.Sink``, which take the telemetry of every process beside ``metrics.jsonl``."""
+    """Subclasses of ``telemetry.Sink``: receive every process's telemetry, in addition to ``metrics.jsonl``."""
     transforms: tuple[Part, ...] = ()
     """Subclasses of ``ModelTransform``: changes of the actor's model after it is built."""
     critic_transforms: tuple[Part, ...] = ()
-    """The critic's."""
+    """The same for the critic's model."""
     guides: tuple[Part, ...] = ()
-    """Subclasses of ``Guide``: what the actor is trained towards beside the rewards and the reference."""
+    """Subclasses of ``Guide``: training targets of the actor besides the rewards and the reference model."""
     evaluation: Part | None = None
-    """A subclass of :class:`Evaluation`; None when the loop waits for evaluations."""
+    """A subclass of :class:`Evaluation`; None if the loop waits for evaluations."""
     observers: tuple[Part, ...] = ()
-    """Each a :data:`MakeObserver`, for the prompt groups."""
+    """Observers of the prompt groups, each a :data:`MakeObserver`."""
     outputs: Mapping[str, str | Path] = field(default_factory=dict)
-    """What extensions write and read back, by the flags that name it; see ``slime.ray.save_lock.lock_outputs``."""
+    """Flag -> output path that an extension writes and reads back; see ``slime.ray.save_lock.lock_outputs``."""
     train_group: Part | None = None
-    """Makes the ranks of a trainer; None for the plain ``RayTrainGroup``."""
+    """A subclass of ``RayTrainGroup``; None for ``RayTrainGroup`` itself."""
     servers: Part | None = None
-    """Starts or adopts the models' routers and engines, given args and GPUs; None for those that the core starts."""
+    """Called with args and GPUs to start or adopt routers and engines; None if the core starts them."""
     transport: Part | None = None
-    """A ``MakeTransport``, of the way of the actor's weights to the engines; None for the plain push."""
+    """A ``MakeTransport`` for pushing the actor's weights to the engines; None for the plain push."""
 
 
 CORE = Parts()

@@ -1,7 +1,7 @@
-"""The driver's side of a push: which engines get the weights, and what becomes of those that do not take them.
+"""The driver's side of a weight push: which engines get the weights, and what happens to engines that fail to.
 
 push_started -> the ranks connect to new engines -> they push -> push_done | push_refused
-             -> with fault tolerance others start in their place, and get the same weights
+             -> with fault tolerance, replacement engines start and get the same weights
 """
 
 from __future__ import annotations
@@ -25,64 +25,64 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PUSHES = 4
-"""Pushes of the same weights that no engine took, each to fresh engines, after which the run ends."""
+"""The run ends after this many pushes of the same weights failed on all engines, each on fresh engines."""
 MAX_FAILED_RESENDS = 3
-"""Failures in a row of new engines to take weights, after which the run ends."""
+"""The run ends after new engines failed this many times in a row to take the weights."""
 ANSWER_S = 60.0
-"""For the main rank to say which engines a push that is over excluded."""
+"""Deadline in seconds for the main rank to report which engines a finished push excluded."""
 PUSH_MARGIN_S = 120.0
-"""Time of a push beyond its own deadline, for the trainers' collectives after the last engine was late."""
+"""Seconds added to the push's own deadline, for the trainers' collectives after a late engine."""
 
 
 class WeightPush:
-    """Pushes the weights of a trainer to the engines of a rollout manager.
+    """Pushes a trainer's weights to a rollout manager's engines.
 
     Args:
-        trainer: its ranks push.
+        trainer: the group whose ranks push.
     """
 
     def __init__(self, trainer: RayTrainGroup) -> None:
         self.trainer, self.args = trainer, trainer.args
         self.manager: Any = None
         self.is_connected = False
-        """The ranks know the engines that the manager described last."""
+        """True if the ranks are connected to the engines that the manager described last."""
         self.excluded: list[ExcludedEngine] = []
-        """The engines that the last push excluded and that were not reported yet."""
+        """Engines excluded by the last push and not yet reported to the manager."""
         self._failed_resends = 0
 
     @property
     def restarts_engines(self) -> bool:
-        """True when engines may start while a rollout runs, and wait for weights of this trainer."""
+        """True if engines may restart during a rollout and then wait for this trainer's weights."""
         args = self.args
         return bool(args.use_fault_tolerance and self.trainer.world_size and not args.debug_train_only)
 
     def update(self) -> dict[str, float]:
-        """Give the present weights to every engine that takes updates; return the metrics of the push.
+        """Push the current weights to every engine that takes updates; return the metrics of the push.
 
-        With fault tolerance dead engines are replaced first.  ``--weight-push-failure`` says what becomes of engines
-        that do not take the push.
+        With fault tolerance, dead engines are replaced first.  ``--weight-push-failure`` decides what happens to
+        engines that do not take the push.
         """
         if self.args.debug_train_only or not self.trainer.world_size:
             return {}
         if self.restarts_engines:
-            # An engine that starts or takes weights answers no probe; the next rollout resumes the monitors.
+            # Engines do not answer health probes while they start or take weights; the next rollout resumes probing.
             self.ask_manager("health_monitoring_pause")
             self._recover_engines()
         metrics = self._push_until_taken()
         if self._report_refusals() and self.restarts_engines:
-            # Where GPUs are shared, others must be up before the trainer takes them; elsewhere that can wait.
+            # On shared GPUs, replacements must be up before the trainer takes the GPUs.
             self._recover_engines()
             self.serve_new_engines()
         return metrics
 
     def _push_until_taken(self) -> dict[str, float]:
-        """Push; where no engine took it, again to others in their place.  A failure of the trainer's stays one."""
+        """Push; if no engine took the weights, push again to replacements.  Failures of the trainer are raised."""
         num_failed = 0
         while True:
             try:
                 return self.push_once()
             except HangError:
-                raise  # the trainer's, which is started again
+                raise  # the trainer hangs; a recovering driver restarts it
             except (ProcessError, WeightSyncError) as error:
                 num_failed += 1
                 if not self.restarts_engines or num_failed == MAX_PUSHES:
@@ -94,7 +94,7 @@ class WeightPush:
             self._recover_engines()
 
     def serve_new_engines(self) -> None:
-        """Give the weights to engines in the place of dead ones; to be called while the trainer is idle."""
+        """Push the weights to engines that replaced dead ones.  Call only while the trainer is idle."""
         engines = self.ask_manager("describe_engines", "without_weights")
         if not engines.num:
             return
@@ -104,11 +104,11 @@ class WeightPush:
         except HangError:
             raise
         except (ProcessError, WeightSyncError) as error:
-            # It may have died as well: then its monitor reports it, and we are called again.
+            # The new engine may have died as well.  Its monitor then reports it, and this method is called again.
             self._failed_resends += 1
             if self._failed_resends >= MAX_FAILED_RESENDS:
                 raise
-            logger.warning("new engines did not take the weights; they will be tried again: %s", error)
+            logger.warning("new engines did not take the weights; will retry: %s", error)
         self._report_refusals()
 
     def _report_refusals(self) -> bool:
@@ -123,11 +123,11 @@ class WeightPush:
         return bool(excluded)
 
     def _recover_engines(self) -> None:
-        """Restart dead engines, and wait for those that the push must meet."""
+        """Restart dead engines and wait for those that must take the push."""
         self.ask_manager("recover_updatable_engines", timeout_s=memory_timeout_s(self.args))
 
     def push_once(self) -> dict[str, float]:
-        """Push the present weights once; :attr:`excluded` has the engines that did not take them."""
+        """Push the current weights once and fill :attr:`excluded` with the engines that did not take them."""
         self.excluded = []
         engines = self.ask_manager("push_started")
         if not engines.num:
@@ -137,14 +137,14 @@ class WeightPush:
         return metrics
 
     def resend(self, engines: EngineList) -> None:
-        """Give engines that started late what the others got with the last push, under the same version."""
+        """Push the weights of the last push, under the same version, to engines that started after it."""
         self.send("resend_weights", engines)
         self._report_taken()
 
     def send(self, verb: str, engines: EngineList) -> dict[str, float]:
-        """Push once, by a verb of the trainer's; :attr:`excluded` has the engines that did not take the weights.
+        """Push once by calling ``verb`` on all ranks; fills :attr:`excluded`.
 
-        The trainers keep the deadline of the push themselves, and know who was late.
+        The ranks enforce the push's deadline themselves and know which engine was late.
         """
         trainer, self.excluded = self.trainer, []
         if verb == "resend_weights" or engines.num_new or not self.is_connected:
@@ -154,8 +154,7 @@ class WeightPush:
         try:
             results = trainer.on_all(verb, what="the push", timeout_s=timeout_s)
         except WeightSyncError:
-            # A rank that failed alone has left the main rank waiting for it, or dead: then that error is all there is
-            # to know.
+            # If one rank failed alone, the main rank is dead or waits for it and cannot report; raise the error as is.
             with contextlib.suppress(DeadlineError, EngineDiedError):
                 self.excluded = self._ask_excluded()
             raise
@@ -163,9 +162,9 @@ class WeightPush:
         return next((result for result in results if result), {})
 
     def _connect(self, engines: EngineList) -> None:
-        # Ranks that were started again know none of them, whatever the manager told those before.
+        # Restarted ranks know no engine, whatever the manager told their predecessors.
         all_new = replace(engines, num_new=engines.num)
-        self.is_connected = False  # where it fails some ranks know these engines, and others those before
+        self.is_connected = False  # after a failure, ranks may know different sets of engines
         self.trainer.on_all("connect_engines", all_new, what="the trainers' connection to the engines")
         self.is_connected = True
         self.ask_manager("clear_updatable_num_new_engines")
@@ -175,16 +174,16 @@ class WeightPush:
         return self.trainer.wait(asked, "the engines that the push excluded", ANSWER_S)[0]
 
     def _report_taken(self) -> None:
-        """Report the engines that took a push; a new one that a router does not take in waits for the next rollout."""
+        """Report that a push is done.  A new engine that its router does not accept waits for the next rollout."""
         try:
             self.ask_manager("push_done", self.excluded)
         except ProcessError as error:
             if not self.restarts_engines:
                 raise
-            logger.warning("a new engine waits for its router: %s", error)
+            logger.warning("a new engine is waiting for its router: %s", error)
 
     def ask_manager(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        """Have the rollout manager do something, and wait for it."""
+        """Call a method of the rollout manager and wait for its result."""
         ref: ray.ObjectRef = getattr(self.manager, method).remote(*arguments)
         what = f"the rollout manager ({method})"
         return wait_for(ref, what=what, timeout_s=timeout_s or self.args.weight_update_timeout_s)

@@ -1,7 +1,7 @@
 """The rollout manager: the one actor that owns engines, prompts and samples.
 
-The driver imports the class for its verbs alone; the manager's process imports the engines (``slime.ray.engines``) and
-the work (``slime.ray.rollout_work``).
+The driver imports this class only for its method names.  The manager's process also imports the engines
+(``slime.ray.engines``) and the work (``slime.ray.rollout_work``).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class RolloutManager(EngineVerbs):
 
     Args:
         args: the run's arguments.
-        gpus: those of the engines.
-        engines: started here unless given.
-        parts: of the run.
+        gpus: the engines' GPUs.
+        engines: the engines; None to start them here.
+        parts: the run's implementations.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RolloutManager(EngineVerbs):
         self.args = args
         telemetry.start(args, "rollout manager", load_all(parts.sinks))
         StallTimeout.seconds = args.loop_stall_timeout_s
-        if engines is None:  # they begin to start; wait_ready sees to the end of it
+        if engines is None:  # starts in the background; wait_ready waits for it
             start = start_rollout_servers if parts.servers is None else parts.servers.load()
             engines = EngineFleet(args, () if args.debug_train_only else start(args, gpus))
         self.engines = engines
@@ -56,60 +56,60 @@ class RolloutManager(EngineVerbs):
             init_http_client(args)
             if args.use_distributed_post:
                 start_distributed_post(args)
-        self.work = RolloutWork(args, self.engines, load_all(parts.observers))  # reads its data while the engines boot
+        self.work = RolloutWork(args, self.engines, load_all(parts.observers))  # reads data while the engines boot
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def set_train_parallel_config(self, config: dict[str, int]) -> None:
-        """Set the sizes of the trainer's parallel groups; the train data is split accordingly."""
+        """Set the sizes of the trainer's parallel groups, by which the train data is split."""
         self.work.parallel = config
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def get_num_rollout_per_epoch(self) -> int | None:
-        """Return the rollouts in one pass over the prompts; None without a data set."""
+        """Return the number of rollouts in one pass over the prompts; None without a data set."""
         if not self.args.rollout_global_dataset:
             return None
         return len(self.work.data_source) // self.args.rollout_batch_size
 
     def generate(self, rollout_id: int) -> list[Box] | None:
-        """Run one rollout; gives the train data of every data-parallel rank, boxed so that Ray passes it by reference.
+        """Run one rollout and return its train data, one Box per data-parallel rank so that Ray passes references.
 
-        None with ``--debug-rollout-only``.
+        Returns None with ``--debug-rollout-only``.
         """
         with telemetry.span("rollout", rollout=rollout_id):
             return self.work.generate(rollout_id)
 
     def eval(self, rollout_id: int) -> dict[str, float]:
-        """Measure the present policy on the evaluation sets; gives the logged metrics."""
+        """Evaluate the current policy on the evaluation sets; return the logged metrics."""
         return {} if self.args.debug_train_only else self.work.evaluate(rollout_id)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def save(self, rollout_id: int) -> None:
-        """Write the data position after ``rollout_id``, whatever has been generated ahead of it since."""
+        """Write the data position after ``rollout_id``, even if later rollouts have begun."""
         self.work.position.save(rollout_id)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def record_trained(self, rollout_id: int) -> None:
-        """Record that the optimizer took the rollout's steps."""
+        """Notify observers that the trainer has trained on the rollout."""
         for observer in self.work.run.observers:
             observer.trained(rollout_id)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def record_published(self, rollout_id: int) -> None:
-        """Record that the checkpoint after ``rollout_id`` is final; records of earlier ones can go."""
+        """Notify observers that the checkpoint after ``rollout_id`` is published; they may drop earlier records."""
         for observer in self.work.run.observers:
             observer.published(rollout_id)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Continue where the data stood after ``rollout_id``, with what observers recorded since."""
+        """Restore the data position after ``rollout_id``, and what observers recorded after it."""
         self.work.load(rollout_id)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def get_args(self) -> Namespace:
-        """Return the args with what this process has found out: the routers and the number of engines."""
+        """Return the args, completed with values known only to this process: routers and number of engines."""
         return self.args
 
     def dispose(self) -> None:
-        """Stop engines and routers in an orderly way."""
+        """Stop engines and routers cleanly, close observers and flush telemetry."""
         self.engines.stop()
         self.work.close()
         telemetry.stop()

@@ -1,6 +1,6 @@
-"""The way from the groups of a rollout function to the batches of the trainer ranks.
+"""Converts the groups returned by a rollout function into batches for the trainer ranks.
 
-Hooks may replace the reward normalisation and the whole conversion; their results meet the same column table.
+Hooks may replace reward normalization or the whole conversion; their results are checked against the same columns.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from slime.utils.types import Sample
 
 
 def check_fan_out(groups: Iterable[Any], *, depth: int = 0) -> None:
-    """Check that samples of one execution of a prompt share a rollout id.
+    """Check that samples from one execution of a prompt share a rollout id.
 
     Raises:
-        HookError: a list at depth two or more holds several samples without one common, non-None ``rollout_id``.
+        HookError: a list at depth two or deeper holds several samples without a common, non-None ``rollout_id``.
     """
     for item in groups:
         if isinstance(item, Sample):
@@ -38,7 +38,7 @@ def check_fan_out(groups: Iterable[Any], *, depth: int = 0) -> None:
             ids = {leaf.rollout_id for leaf in leaves}
             if len(ids) != 1 or None in ids:
                 raise HookError(
-                    f"a custom generate function returned {len(leaves)} samples of one execution with rollout ids "
+                    f"a custom generate function returned {len(leaves)} samples for one execution with rollout ids "
                     f"{sorted(map(str, ids))}; set the same sample.rollout_id on all of them, or the loss would count "
                     "the prompt several times"
                 )
@@ -83,10 +83,10 @@ def _rewards_of_plug_in(args: Namespace, samples: list[Sample]) -> tuple[Any, An
 
 
 def _raw_rewards(config: RewardConfig, samples: list[Sample]) -> list[Any]:
-    """Return the reward of each sample, of a dict the entry ``--reward-key``; 0 without one.
+    """Return each sample's reward, or entry ``--reward-key`` of a dict reward; 0 for ungraded samples.
 
     Raises:
-        DataError: a reward is no finite number, or lacks the entry.
+        DataError: a reward is not a finite number, or lacks the entry.
     """
     rewards, key = [], config.reward_key
     for sample in samples:
@@ -111,7 +111,7 @@ def _raw_rewards(config: RewardConfig, samples: list[Sample]) -> list[Any]:
 
 
 def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatch:
-    """Return the train data of a rollout, converted by slime or by the custom converter."""
+    """Return a rollout's train data, converted by slime or by the custom converter."""
     if args.custom_convert_samples_to_train_data_path:
         return _converted_by_plug_in(args, samples)
     if args.custom_reward_post_process_path:
@@ -142,13 +142,13 @@ def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatc
 
 
 def schedule_config_of(args: Namespace, parallel: Mapping[str, int]) -> ScheduleConfig:
-    """Return the packing over a trainer with the parallel sizes that it reported."""
+    """Return the schedule config for a trainer with the parallel sizes that it reported."""
     sizes = ("dp_size", "cp_size", "vpp_size", "microbatch_group_size_per_vp_stage")
     return schedule_config(args, **{name: parallel[name] for name in sizes})
 
 
 def split_for_ranks(args: Namespace, batch: TrainBatch, parallel: Mapping[str, int]) -> list[RankBatch]:
-    """Return the share of each data-parallel rank of the rollout."""
+    """Return each data-parallel rank's share of the rollout."""
     schedule = build_dp_schedule(
         schedule_config_of(args, parallel),
         [len(tokens) for tokens in batch.tokens],
@@ -161,7 +161,7 @@ def split_for_ranks(args: Namespace, batch: TrainBatch, parallel: Mapping[str, i
 
 @contextmanager
 def _plug_ins_named(plug_ins: str) -> Iterator[None]:
-    """Add the plug-ins that may have set it to an error about a sample."""
+    """Add to a DataError the plug-ins that may have set the bad value."""
     try:
         yield
     except DataError as error:
@@ -171,7 +171,7 @@ def _plug_ins_named(plug_ins: str) -> Iterator[None]:
 
 
 def plug_ins_of_samples(args: Namespace) -> str:
-    """Return the plug-ins of the run that make or change samples and columns, with their flags."""
+    """Return, as text, the run's plug-ins that make or change samples and columns, with their flags."""
     paths = {
         "--rollout-function-path": args.rollout_function_path,
         "--custom-generate-function-path": args.custom_generate_function_path,

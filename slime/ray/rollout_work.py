@@ -1,6 +1,6 @@
-"""The work of the rollout manager: prompts into train data, evaluations, and the position in the data.
+"""The rollout manager's work: turning prompts into train data, evaluating, and tracking the data position.
 
-What the rollout function, the data source and the hooks do is theirs; here is only the order.
+This module only orders the calls to the rollout function, the data source and the hooks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RolloutWork:
     Args:
         args: the run's arguments.
         engines: watched while a rollout function runs.
-        observers: make the observers of the prompt groups.
+        observers: factories for observers of the prompt groups.
     """
 
     def __init__(self, args: Namespace, engines: EngineFleet, observers: Sequence[MakeObserver] = ()) -> None:
@@ -77,7 +77,7 @@ class RolloutWork:
         self.eval_rollout = load_function(args.eval_function_path)
         self.position = CheckpointPosition(self.data_source, self.run.observers)
         self.parallel: dict[str, int] | None = None
-        """Sizes of the trainer's parallel groups; the train data is split accordingly."""
+        """Sizes of the trainer's parallel groups, by which the train data is split; None until the trainer reports."""
         self.rollout_id = -1
         self._clock = GenerationClock(self.generate_rollout)
 
@@ -100,7 +100,7 @@ class RolloutWork:
             log_rollout(self.args, rollout_id, samples, metrics, **times)
             return None
         if self.parallel is None:
-            raise ProcessError("generate() was called before the trainer said how it is laid out")
+            raise ProcessError("generate() was called before set_train_parallel_config()")
         train_data = train_data_from_samples(self.args, samples)
         rewards = train_data.rewards if len(train_data.rewards) == len(samples) else None
         facts = {"samples": samples, "rewards": rewards, "is_loaded": times["generation_s"] == 0}
@@ -137,7 +137,7 @@ class RolloutWork:
         return output
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """Measure the present policy on the evaluation sets; gives the logged metrics."""
+        """Evaluate the current policy on the evaluation sets; return the logged metrics."""
         start = time.monotonic()
         self.run.begin(rollout_id)
         self.engines.begin_rollout()
@@ -146,18 +146,18 @@ class RolloutWork:
         with telemetry.span("evaluation", rollout=rollout_id):
             output = self.engines.run_watched(lambda: call_plugin(call, call_rollout_fn, *work, evaluation=True))
         dump_rollout(self.args, rollout_id, eval_samples(output), evaluation=True)
-        after = rollout_id if self.rollout_id >= 0 else None  # rollout_id is 0 before the first one too
+        after = rollout_id if self.rollout_id >= 0 else None  # the argument is 0 before the first rollout too
         telemetry.samples("evaluation", rollout_id=after, data=output.data)
         return log_eval(self.args, rollout_id, output.data, output.metrics, time.monotonic() - start)
 
     def load(self, rollout_id: int | None) -> None:
-        """Continue where the data stood after ``rollout_id``, with what observers recorded since."""
+        """Restore the data position after ``rollout_id``, and what observers recorded after it."""
         self.data_source.load(rollout_id)
         for observer in self.run.observers:
             observer.start((self.args.start_rollout_id or 0) if rollout_id is None else rollout_id + 1)
 
     def close(self) -> None:
-        """Close what observers have open."""
+        """Close the observers."""
         observers, self.run.observers = self.run.observers, ()
         for observer in observers:
             observer.close()

@@ -1,7 +1,7 @@
-"""One job at a time writes what is read back later: ``--save``, the ledger, versions of the weights, exports.
+"""Locks so that one job at a time writes outputs that are read back: ``--save``, ledger, weight versions, exports.
 
-The lock is the kernel's, on ``job.lock`` in the folder: it ends with the process that holds it, however that ends.
-The file says who holds it.  A file system whose locks do not reach other hosts guards against jobs of one host only.
+A lock is a kernel ``flock`` on ``job.lock`` in the folder, so it is released when its process ends for any reason.
+The file names the holder.  On a file system with host-local locks, only jobs on the same host exclude each other.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 def lock_outputs(args: Namespace, more: Mapping[str, str | Path]) -> list[SaveLock]:
-    """Take the locks of everything that this job writes and that a job reads back.
+    """Lock every output that this job writes and a job reads back.
 
-    ``more`` by its flags: a Path is a folder, a text a file or folder that is exchanged as a whole.
+    ``more`` maps flags to further outputs: a Path is a folder, a str is a file or folder that is replaced as a whole.
 
     Raises:
         ConfigError: another job holds one of them; no lock is held then.
@@ -48,11 +48,11 @@ def lock_outputs(args: Namespace, more: Mapping[str, str | Path]) -> list[SaveLo
 
 
 def lock_folders(folders: Mapping[str, str | Path | None], outputs: Mapping[str, str | None]) -> list[SaveLock]:
-    """Take several locks; what two flags name is locked once.
+    """Take several locks.  A path named by two flags is locked once.
 
     Args:
-        folders: by the flags that name them.
-        outputs: files and folders that are exchanged as a whole, maybe with ``{rollout_id}`` in their names.
+        folders: flag -> folder.
+        outputs: flag -> file or folder that is replaced as a whole; names may contain ``{rollout_id}``.
 
     Raises:
         ConfigError: another job holds one of them; no lock is held then.
@@ -73,7 +73,7 @@ def lock_folders(folders: Mapping[str, str | Path | None], outputs: Mapping[str,
 
 
 def _lock_beside(output: str) -> Path:
-    """Return the file of the lock, in the folder of the first part of the name that changes."""
+    """Return the lock file's path: in the deepest folder of ``output`` whose name has no placeholder."""
     folder = os.path.dirname(output.rstrip("/").partition("{")[0])
     return Path(folder, f".{os.path.relpath(output, folder or '.').replace('/', '_')}.lock")
 
@@ -82,33 +82,33 @@ class SaveLock:
     """The right to write to one folder, until :meth:`release` or the end of the process."""
 
     def __init__(self, folder: str | Path, flag: str = "--save", *, path: Path | None = None) -> None:
-        """Take the lock for ``folder``, which ``flag`` names; one that a dead job left behind is taken over.
+        """Lock ``folder``, the value of ``flag``.  A lock file left behind by a dead job is taken over.
 
-        ``path`` is the lock's file, by default ``LOCK_FILE`` in the folder; its folder is made when it is missing.
+        ``path`` is the lock file, by default ``LOCK_FILE`` in the folder; its parent is created if missing.
 
         Raises:
-            ConfigError: another job holds it, or the folder cannot be written.
+            ConfigError: another job holds the lock, or the folder is not writable.
         """
         self.path = path or Path(folder) / LOCK_FILE
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = self._open()
             if left := self._holder():
-                logger.warning("%s %s: taking over the lock of a job that has ended: %s", flag, folder, left)
+                logger.warning("%s %s: taking over the lock of a job that ended: %s", flag, folder, left)
             started = time.strftime("%Y-%m-%d %H:%M:%S %z")
             holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
         except BlockingIOError:
             raise ConfigError(
-                f"{flag} {folder} belongs to a job that is running: {self._holder()}. Two jobs would write over each "
-                f"other's files; wait for its end, end it, or give another {flag}."
+                f"{flag} {folder} belongs to a running job: {self._holder()}. Two jobs would overwrite each other's "
+                f"files; wait until it ends, stop it, or give another {flag}."
             ) from None
         except OSError as error:
             raise ConfigError(f"{flag} {folder} cannot be written ({error.strerror}); give another folder.") from error
 
     def _open(self) -> int:
-        """Return the descriptor of the locked file, which is still the one in the folder."""
+        """Lock the file and return its descriptor; retries if the file was replaced in the folder meanwhile."""
         while True:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -118,10 +118,10 @@ class SaveLock:
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # its last holder removed it in between
+            os.close(descriptor)  # the previous holder removed the file in between
 
     def _holder(self) -> str:
-        """Return who wrote the file, in words; empty when nobody did."""
+        """Describe who wrote the file; empty if nobody did."""
         try:
             content = json.loads(self.path.read_bytes() or b"{}")
             return ", ".join(f"{name} {content[name]}" for name in ("host", "pid", "started") if name in content)
@@ -129,6 +129,6 @@ class SaveLock:
             return f"unknown ({self.path} is damaged)"
 
     def release(self) -> None:
-        """Give the folder free."""
+        """Unlock the folder and remove the lock file."""
         self.path.unlink(missing_ok=True)
         os.close(self._descriptor)

@@ -1,6 +1,6 @@
-"""The start of a job's parts: the rollout manager with its engines, then the trainers.
+"""Starts the parts of a job: the rollout manager with its engines, then the trainers.
 
-Drivers written for upstream call much the same, from ``slime.ray.placement_group``.
+Drivers written for upstream call similar functions in ``slime.ray.placement_group``.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from slime.ray.waiting import wait_for, watch, watch_start
 from slime.utils.errors import ConfigError
 
 ENGINE_START_MARGIN_S = 180.0
-"""Time of the engines' start beyond their own deadline."""
+"""Seconds to wait for the engines beyond their own start deadline."""
 
 
 MANAGER = "the rollout manager"
-"""Its name in messages."""
+"""The manager's name in messages."""
 
 
 def create_rollout_manager(
     args: Namespace, pg: GpuSlice, meanwhile: Callable[[], None] | None = None, parts: Parts = CORE
 ) -> tuple[Any, int | None]:
-    """Start the rollout manager; its engines start in the background, and end every later wait should one not start.
+    """Start the rollout manager.  Engines start in the background; if one fails, every later wait raises its error.
 
-    Sets ``args.num_rollout`` where only ``--num-epoch`` is given.  Where the trainer shares their GPUs, the engines
-    are up, and have given their memory away, when this returns.
+    Sets ``args.num_rollout`` if only ``--num-epoch`` is given.  If engines share real GPUs with the trainer, this
+    returns only once they are up and have released their memory (:func:`engines_come_first`).
 
     Args:
         args: the run's arguments.
-        pg: the GPUs of the engines.
-        meanwhile: called while they start.
-        parts: of the run.
+        pg: the engines' GPUs.
+        meanwhile: called once while the engines start.
+        parts: the run's implementations.
 
     Returns:
-        the manager's actor handle, and the rollouts of one pass over the prompts (None without a data set).
+        the manager's actor handle, and the number of rollouts per pass over the prompts (None without a data set).
     """
     record_runtime(args, **values_of_the_run())
     manager = start_rollout_manager(args, pg, parts)
@@ -65,14 +65,14 @@ def create_rollout_manager(
             )
         record_runtime(args, num_rollout=num_rollout)
     if engines_come_first(args):
-        # They size their memory by what is free: they must be up before the trainer takes any (create).
+        # Engines size their memory by what is free, so they must be up before the trainer takes any (create).
         wait_for_engines(manager, args.engine_start_timeout_s)
         wait_for(manager.offload.remote(), what="the engines' memory (offload)", timeout_s=memory_timeout_s(args))
     return manager, per_epoch
 
 
 def make_actor(args: Namespace, gpus: GpuSlice, parts: Parts) -> RayTrainGroup:
-    """Return the actor's group, of which nothing is started yet; with ``--debug-rollout-only`` it has no ranks."""
+    """Return the actor's group without starting anything; with ``--debug-rollout-only`` it has no ranks."""
     if args.debug_rollout_only:
         return RayTrainGroup(args, 0, 0, gpus)
     group = parts.train_group.load() if parts.train_group is not None else RayTrainGroup
@@ -96,10 +96,10 @@ def create_training_models(
 ) -> tuple[RayTrainGroup, RayTrainGroup | None]:
     """Start the trainers, load their models, and wait for the engines.
 
-    Sets ``args.start_rollout_id`` where no flag gives it.
+    Sets ``args.start_rollout_id`` if no flag does.
 
     Returns:
-        the actor, and the critic if the estimator has one.
+        the actor, and the critic or None.
     """
     critic = None
     if args.debug_rollout_only:
@@ -120,21 +120,21 @@ def create_training_models(
 
 
 def load_position(args: Namespace, manager: Any, start_rollout_id: int) -> None:
-    """Have the manager take the position in the data from which ``start_rollout_id`` draws."""
+    """Have the manager restore the data position at which ``start_rollout_id`` begins."""
     if args.rollout_global_dataset:
         position = manager.load.remote(start_rollout_id - 1)
         wait_for(position, what="the position in the data to be restored", timeout_s=args.train_timeout_s)
 
 
 def save_position(args: Namespace, manager: Any, rollout_id: int) -> None:
-    """Have the manager write the position in the data after ``rollout_id``, with its buffer."""
+    """Have the manager write the data position after ``rollout_id``, with the sample buffer."""
     if args.rollout_global_dataset:
         position = manager.save.remote(rollout_id)
         wait_for(position, what="the position in the data to be saved", timeout_s=args.train_timeout_s)
 
 
 def engines_come_first(args: Namespace) -> bool:
-    """Return whether the engines size their memory by what is free, before the trainer takes any."""
+    """Return whether engines must start before the trainer, because they size their memory by what is free."""
     return bool(args.offload_rollout) and not args.debug_train_only and cluster_has_accelerators()
 
 

@@ -1,6 +1,6 @@
-"""A trainer rank as a Ray actor: the driver knows its verbs, and its process alone imports the ``TrainWorker``.
+"""A trainer rank as a Ray actor.  The driver knows its methods; only the rank's process imports the ``TrainWorker``.
 
-Also its start, and its initial environment, some of which (thread counts) cannot be set later.
+Also starts the ranks and sets their initial environment, part of which (thread counts) cannot change later.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from slime.weights.push.participants import ExcludedEngine
 
 FETCH_TIMEOUT_S = 3600
-"""Deadline for one rank's train data to arrive through the object store; it may be tens of gigabytes."""
+"""Deadline in seconds for one rank's train data (possibly tens of gigabytes) to arrive through the object store."""
 
 PULSE_GROUP = "pulse"
-"""Concurrency group in which a rank says how far it is, beside its real work."""
+"""Concurrency group in which a rank reports progress while it works."""
 
 
 class TrainRayActor(Watched, RayActor):
@@ -53,30 +53,30 @@ class TrainRayActor(Watched, RayActor):
 
     Args:
         worker: the class that does the work, or its ``module:name``, which only this process imports.
-        parts: of the run.
+        parts: the run's implementations.
     """
 
     concurrency: Mapping[str, int] = {WATCH_GROUP: 1, PULSE_GROUP: 1}
-    """Concurrency group -> its threads."""
+    """Concurrency group -> number of threads."""
 
     def __init__(self, worker: type[TrainWorker] | str, parts: Parts = CORE) -> None:
         self.parts = parts
         self.heed_sigterm()
-        if env.get_str("TORCHINDUCTOR_CACHE_DIR") is None:  # torch runs what lies in one that any user could make
+        if env.get_str("TORCHINDUCTOR_CACHE_DIR") is None:  # torch runs files in it, and any user can make the default
             env.export({"TORCHINDUCTOR_CACHE_DIR": str(user_folder() / "torchinductor")})
         self.worker: TrainWorker = (Part(worker).load() if isinstance(worker, str) else worker)()
 
     # Life
 
     def set_rendezvous(self, world_size: int, rank: int, master_addr: str, master_port: int, gpu_id: int) -> None:
-        """Set the worker's rendezvous, with the GPU's number on the node, of which other GPUs may be hidden."""
+        """Set the worker's rendezvous.  ``gpu_id`` is the GPU's physical index on its node, visible or not."""
         self.worker.set_rendezvous(world_size, rank, master_addr, master_port, visible_index(gpu_id))
 
     def init(self, args: Namespace, role: str, with_ref: bool) -> int:
         """Import and check the user's plug-ins for the trainer, then build and load the model.
 
         Returns:
-            the rollout to start with.
+            the id of the rollout to start with.
         """
         parts = self.parts
         telemetry.start(args, f"{role} {self.worker.rank}", load_all(parts.sinks))
@@ -87,20 +87,20 @@ class TrainRayActor(Watched, RayActor):
         return self.worker.init(args, role, with_ref, transforms=transforms, transport=transport, guides=guides)
 
     def get_parallel_config(self) -> dict[str, int]:
-        """Return parallel group sizes and this rank's place in them."""
+        """Return the parallel group sizes and this rank's position in them."""
         return self.worker.get_parallel_config()
 
     def flush_telemetry(self) -> None:
-        """Write what the sinks of this process hold: it may be killed from here on."""
+        """Flush this process's sinks; the process may be killed afterwards."""
         telemetry.flush()
 
     @ray.method(concurrency_group=PULSE_GROUP)
     def beat(self) -> Beat:
-        """Return how far the rank's work has come; answers beside the work."""
+        """Return the rank's progress; answers while the rank works."""
         return Pulse().beat()
 
     def ask(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        """Call a method that only the worker's own class has."""
+        """Call a method of the worker that is not part of ``TrainWorker``."""
         return getattr(self.worker, method)(*arguments, **keywords)
 
     # Training
@@ -118,13 +118,13 @@ class TrainRayActor(Watched, RayActor):
         self.worker.save_model(rollout_id, force_sync)
 
     def publish_checkpoint(self, rollout_id: int) -> None:
-        """Make the checkpoint of ``rollout_id`` count."""
+        """Make the checkpoint of ``rollout_id`` the one to resume from."""
         self.worker.publish_checkpoint(rollout_id)
 
     # Weights
 
     def connect_engines(self, engines: EngineList) -> None:
-        """Let the weight updater connect to the engines."""
+        """Connect the weight updater to the engines."""
         self.worker.connect_rollout_engines(engines.unpacked(), engines.num_new)
 
     def update_weights(self) -> dict[str, float] | None:
@@ -132,7 +132,7 @@ class TrainRayActor(Watched, RayActor):
         return self.worker.update_weights()
 
     def resend_weights(self) -> None:
-        """Push what the last push sent."""
+        """Push the weights of the last push again."""
         self.worker.resend_weights()
 
     def write_weights(self) -> Any:
@@ -146,20 +146,20 @@ class TrainRayActor(Watched, RayActor):
     # Memory
 
     def sleep(self) -> None:
-        """Take the trainer's memory off the GPU."""
+        """Offload the trainer's state from the GPU."""
         self.worker.sleep()
 
     def wake_up(self) -> None:
-        """Bring the memory back."""
+        """Load the trainer's state back onto the GPU."""
         self.worker.wake_up()
 
     def clear_memory(self) -> None:
-        """Free what caches hold."""
+        """Free cached memory."""
         self.worker.clear_memory()
 
 
 def remote_class(worker: type[TrainWorker] | str, rank_class: type[TrainRayActor] = TrainRayActor) -> Any:
-    """Return ``rank_class`` as a Ray actor class with the name of its worker, which logs and ``ps`` show."""
+    """Return ``rank_class`` as a Ray actor class named after its worker, so that logs and ``ps`` show that name."""
     name = worker.rpartition(":")[2] if isinstance(worker, str) else worker.__name__
     named = type(name, (rank_class,), {"__module__": __name__})
     return ray.remote(num_gpus=1, concurrency_groups=dict(rank_class.concurrency))(named)
@@ -175,7 +175,7 @@ def start_ranks(
     parts: Parts = CORE,
     rank_class: type[TrainRayActor] = TrainRayActor,
 ) -> list[Any]:
-    """Return the actors of a trainer's ranks, which begin to start and are watched: rank r on the r-th GPU.
+    """Start and watch the actors of a trainer's ranks, rank r on the r-th GPU; return them before they are up.
 
     Each rank reserves ``gpu_share`` of a GPU bundle.
     """
@@ -196,11 +196,12 @@ def start_ranks(
 
 
 class Heartbeats:
-    """Asks the ranks of a trainer how far they are while the driver waits for them: a stopped one does not die.
+    """Polls a trainer's ranks for progress while the driver waits for them, because a stopped process does not die.
 
     Args:
-        ranks: their actors by name.
-        hang_timeout_s: seconds that a rank may be silent, or beyond twice the longest time that what it does took.
+        ranks: rank name -> actor.
+        hang_timeout_s: seconds that a rank may stay silent, and seconds that its current phase may last beyond twice
+            the longest time that phase has taken.
     """
 
     def __init__(self, ranks: Mapping[str, Any], hang_timeout_s: float) -> None:
@@ -209,14 +210,14 @@ class Heartbeats:
         self._asked: dict[str, tuple[ray.ObjectRef, float]] = {}
 
     def begin(self) -> None:
-        """Forget what was asked before: nobody has listened since."""
+        """Drop earlier polls: nobody collected their answers between waits."""
         self._asked.clear()
 
     def check(self) -> None:
-        """Take the answers that have come and ask again; to be called every few seconds, and never blocks.
+        """Collect the answers that have arrived and poll again.  Call every few seconds; never blocks.
 
         Raises:
-            HangError: a rank is silent or stuck; names the one that is behind.
+            HangError: a rank is silent or stuck; the message names the slowest ranks.
         """
         now = time.monotonic()
         for name, actor in self._ranks.items():
@@ -230,7 +231,7 @@ class Heartbeats:
         if silent_s[silent] > self._timeout_s or (overdue and silent_s[silent] > self._timeout_s / 2):
             raise HangError(
                 f"{silent} has not answered for {silent_s[silent]:.0f} s (--trainer-hang-timeout-s "
-                f"{self._timeout_s:g}): its process is stopped, or its node is. {self._where()}"
+                f"{self._timeout_s:g}): its process or its node is stopped. {self._where()}"
             )
         if overdue:
             behind = min(self._beats, key=lambda name: self._beats[name].num_marks)
@@ -238,17 +239,17 @@ class Heartbeats:
             raise HangError(
                 f"{overdue[0]} has been in a {beat.phase} for {beat.elapsed_s:.0f} s; the longest took "
                 f"{beat.longest_s:.1f} s; --trainer-hang-timeout-s allows {self._timeout_s:g} s beyond twice that. "
-                f"The rank that is behind the others is {behind}. {self._where()}"
+                f"The rank furthest behind is {behind}. {self._where()}"
             )
 
     def _answer(self, ref: ray.ObjectRef, name: str) -> Beat:
         try:
             return ray.get(ref, timeout=10)
-        except RayError:  # it died, which the wait beside this one reports
+        except RayError:  # the rank died, which the surrounding wait reports
             return self._beats.get(name, Beat(0, None, 0.0, None))
 
     def _where(self) -> str:
-        """Return the positions of the slowest ranks, as text."""
+        """Describe the progress of the four slowest ranks."""
         slowest = sorted(self._beats.items(), key=lambda item: item[1].num_marks)[:4]
         return "Slowest first: " + "; ".join(
             f"{name} at mark {beat.num_marks} ({beat.phase or 'between steps'})" for name, beat in slowest
@@ -256,15 +257,15 @@ class Heartbeats:
 
 
 def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:
-    """Return the environment of one of ``world_size`` trainer ranks; ``--train-env-vars`` has the last word."""
+    """Return the environment of one of ``world_size`` trainer ranks; ``--train-env-vars`` overrides everything."""
     variables = {
         **COMMON_ACTOR_ENV,
         **NOSET_VISIBLE_DEVICES,
-        **({} if args.rollout_external else one_node_environment()),  # weights are pushed to those hosts, too
+        **({} if args.rollout_external else one_node_environment()),  # external engines may be on other hosts
         **kernel_environment(),
     }
     has_accelerators = cluster_has_accelerators()
-    # Ray gives a worker one thread.  Beside a GPU, threads check a checkpoint's numbers and step Adam on the host.
+    # Ray defaults to one thread per worker.  With a GPU, host threads verify checkpoints and run CPU-offloaded Adam.
     ranks_of_host = min(world_size, args.actor_num_gpus_per_node) if has_accelerators else world_size
     variables["OMP_NUM_THREADS"] = str(max(1, _cores_of_host() // ranks_of_host))
     if not has_accelerators and not args.debug_train_only:
@@ -274,9 +275,9 @@ def trainer_environment(args: Namespace, world_size: int) -> dict[str, str]:
 
 
 def _cores_of_host() -> int:
-    """Return the fewest cores of a node with accelerators, as Ray counts them; without such nodes, those of this host.
+    """Return the smallest core count, as Ray counts, of the nodes with accelerators; without any, this host's count.
 
-    The driver may run on a small node without GPUs.
+    Not simply this host's, because the driver may run on a small node without GPUs.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     cores = [node.get("CPU", 1) for node in nodes if lists_accelerators(node)]
@@ -284,11 +285,11 @@ def _cores_of_host() -> int:
 
 
 def kernel_environment() -> dict[str, str]:
-    """Return the variables on which a trainer's numbers and its order of kernels depend."""
+    """Return the variables that affect a trainer's numerics and kernel order."""
     return {
         # SGLang runs NCCL without cuMem; both ends of a weight broadcast must agree.
         "NCCL_CUMEM_ENABLE": env.get_str("NCCL_CUMEM_ENABLE", "0") or "0",
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": env.get_str("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1") or "1",
-        # One order of kernels per device queue: Megatron's overlap of communication relies on it.
+        # A single hardware queue keeps kernels in launch order, on which Megatron's communication overlap relies.
         "CUDA_DEVICE_MAX_CONNECTIONS": env.get_str("CUDA_DEVICE_MAX_CONNECTIONS", "1") or "1",
     }

@@ -1,15 +1,15 @@
-"""The driver: the steps that both training loops are made of.
+"""The driver: the steps shared by both training loops.
 
     train.py                                     train_async.py
-    generate k -> train k -> save -> push        generate k + 1 beside train k -> save -> wait -> push
+    generate k -> train k -> save -> push        generate k + 1 during train k -> save -> wait -> push
         ^                             |              ^                                            |
         +--- evaluate <- report <-----+              +--------- evaluate <- report <--------------+
 
     driver --generate, eval, save, offload, onload--> RolloutManager --> engines
     driver --train, save, push----------------------> RayTrainGroup ---> ranks --weights--> engines
 
-The loops say in which order; here is what a step does.  Every step goes through :meth:`TrainJob.step`, which times it;
-a driver that outlives failures overrides that.
+The loops decide the order; this module implements each step.  Every step goes through :meth:`TrainJob.step`, which
+times it; a driver that survives failures overrides that method.
 """
 
 from __future__ import annotations
@@ -44,42 +44,42 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ENGINES_ANSWER_S = 5.0
-"""For a sink that asks, such as a page of metrics; without an answer it leaves the engines out."""
+"""Deadline in seconds for a sink's query, such as a metrics page, which omits the engines without an answer."""
 
 
 @dataclass
 class Generation:
-    """A rollout that was begun."""
+    """A rollout in progress."""
 
     rollout_id: int
     ref: ray.ObjectRef
-    """Of its train data."""
+    """Reference to its train data."""
 
 
 def ask_engines(manager: Any, function: Callable[..., T]) -> T:
-    """Return what a function returns of the engines, in the manager's process; for the thread of a sink.
+    """Call ``function(engines)`` in the manager's process and return its result; for sink threads.
 
-    Not by ``wait_for``: deaths and SIGTERM are the loop's to see.
+    Does not use ``wait_for``, because only the loop's thread may react to deaths and SIGTERM.
     """
     answer: T = ray.get(manager.run.remote(function), timeout=ENGINES_ANSWER_S)
     return answer
 
 
 def tell_if_finished(args: Namespace) -> None:
-    """Say that a resumed run has nothing left to train."""
+    """Log a warning if a resumed run has nothing left to train."""
     if 0 < args.num_rollout <= args.start_rollout_id:
         logger.warning(
-            "nothing is left to train: all %d rollouts are in --load %s; raise --num-rollout to go further.",
-            args.num_rollout, args.load,
+            "nothing left to train: --load %s already has all %d rollouts; raise --num-rollout to continue.",
+            args.load, args.num_rollout,
         )  # fmt: skip
 
 
 class TrainJob:
-    """A running job: engines, trainers, and the steps that a loop takes with them.
+    """A running job: its engines, its trainers, and the steps of the loop.
 
     Args:
         args: complete flags.
-        parts: the implementations that ``slime.compose`` chose for them.
+        parts: the implementations that ``slime.compose`` chose.
     """
 
     def __init__(self, args: Namespace, parts: Parts) -> None:
@@ -104,7 +104,7 @@ class TrainJob:
         rollout_gpus, actor_gpus = self.gpus["rollout"], self.gpus["actor"]
         assert rollout_gpus is not None and actor_gpus is not None
         self.actor = make_actor(args, actor_gpus, self.parts)
-        # Engines start for a minute; the trainer's processes import their libraries in that time.
+        # Engines take about a minute to start; meanwhile the trainer's processes import their libraries.
         self.manager, self.rollouts_per_epoch = create_rollout_manager(
             args, rollout_gpus, self.actor.begin, self.parts
         )
@@ -118,64 +118,64 @@ class TrainJob:
     # Steps
 
     def step(self, name: str, work: Callable[[], T], *, needs_trainer: bool = True) -> T:
-        """Return ``work()``, and count its time for the step ``name``.
+        """Return ``work()`` and add its time to the step ``name``.
 
         Args:
-            name: of the step, in metrics and spans.
-            work: may be called several times by a driver that outlives failures: either it changes nothing before it
-                fails, or the same each time.
-            needs_trainer: False for a wait for the manager, for which no rank of the trainer has to be alive.
+            name: the step's name in metrics and spans.
+            work: the step.  A driver that survives failures may call it several times, so a failed call must change
+                nothing or be idempotent.
+            needs_trainer: False if no trainer rank has to be alive, as when waiting for the manager.
         """
         with span(name):
             return work()
 
     def start_generate(self, rollout_id: int) -> Generation:
-        """Begin rollout ``rollout_id``; :meth:`finish_generate` waits for it."""
+        """Start rollout ``rollout_id`` without waiting; :meth:`finish_generate` waits for it."""
         return Generation(rollout_id, self.manager.generate.remote(rollout_id))
 
     def finish_generate(self, generation: Generation) -> list[Box] | None:
-        """Return the train data of a rollout that was begun."""
+        """Wait for a rollout in progress and return its train data."""
         return self._wait_for_engines("wait_for_rollout", generation.ref, what="the rollout", report_every_s=60)
 
     def generate(self, rollout_id: int) -> list[Box] | None:
-        """Run rollout ``rollout_id`` and wait for its train data."""
+        """Run rollout ``rollout_id`` and return its train data."""
         return self.finish_generate(self.start_generate(rollout_id))
 
     def train(self, rollout_id: int, rollout_data: list[Box]) -> None:
-        """Take the optimizer steps of one rollout (and first, where GPUs are shared, the GPUs)."""
+        """Train on one rollout, after taking over the GPUs if they are shared with the engines."""
         self._on_shared_gpus("offload", "offload")
         self.step("train", lambda: self.trainers.train(rollout_id, rollout_data))
         self._ask("train", "record_trained", rollout_id, what="the ledger")
 
     def save_if_due(self, rollout_id: int) -> None:
-        """Save when ``--save-interval`` says so, and after the last rollout."""
+        """Save if ``--save-interval`` is due, and after the last rollout."""
         args = self.args
         is_due = should_run_periodic_action(rollout_id, args.save_interval, self.rollouts_per_epoch, args.num_rollout)
         if is_due and not args.debug_rollout_only:
             self.save(rollout_id)
 
     def save(self, rollout_id: int, *, is_last: bool = False) -> None:
-        """Save, and have what the checkpoint makes superfluous dropped.
+        """Save a checkpoint and let observers drop records that it makes obsolete.
 
         Args:
-            rollout_id: the last one that was trained on.
-            is_last: whether these processes end after it, so that nothing may be written in the background.
+            rollout_id: the last rollout trained on.
+            is_last: True if these processes end after the save, so that nothing may be written in the background.
         """
         is_last = is_last or rollout_id == self.args.num_rollout - 1
-        # The position is not a step: a trainer that dies meanwhile must write again before anything is published.
+        # The data position is not a separate step: if a trainer dies, the whole save must repeat before publishing.
         position = partial(save_position, self.args, self.manager, rollout_id)
         self.step("save", lambda: self.trainers.save(rollout_id, position, force_sync=is_last))
         self._ask("save", "record_published", rollout_id, what="the ledger")
         event("save", rollout=rollout_id)
 
     def push_weights(self) -> None:
-        """Give the engines the present weights (and, where GPUs are shared, the GPUs)."""
+        """Push the current weights to the engines, and hand the GPUs over to them if shared."""
         args = self.args
         if args.debug_rollout_only:
             return
         if not args.offload_train:
             self.step("push", self.actor.clear_memory)
-        # A trainer that leaves goes first, and has the engines take the room that it left.
+        # A trainer that exits between steps does so first; the push then has the engines take its memory.
         if not self.actor.leaves_between_steps:
             self._on_shared_gpus("push", "onload_weights")
         self.step("push", self.actor.update_weights)
@@ -183,11 +183,11 @@ class TrainJob:
         event("push", seconds=round(Timer().seconds("push"), 3))
 
     def evaluate(self, rollout_id: int) -> None:
-        """Measure the present policy on the evaluation sets."""
+        """Evaluate the current policy on the evaluation sets."""
         self._wait_for_engines("eval", self.manager.eval.remote(rollout_id), what="the evaluation")
 
     def evaluate_if_due(self, rollout_id: int) -> None:
-        """Evaluate when ``--eval-interval`` says so; in the background, only begin to."""
+        """Evaluate if ``--eval-interval`` is due; with background evaluation, only start it."""
         if not should_run_periodic_action(rollout_id, self.args.eval_interval, self.rollouts_per_epoch):
             return
         if self._background is None:
@@ -197,7 +197,7 @@ class TrainJob:
             self._background.begin(rollout_id)
 
     def report(self, rollout_id: int) -> None:
-        """Log the driver's own times of the step and print the step's line."""
+        """Log the driver's timings of the step and print the step's line."""
         if self._background is not None:
             self._background.raise_if_failed()
         seconds, now = Timer().log_dict(), time.time()
@@ -213,9 +213,9 @@ class TrainJob:
         print(self._step_line.line(rollout_id, step), flush=True)
 
     def finish(self) -> None:
-        """Stop engines, routers and trainers, and close the logs; an evaluation in the background ends first."""
+        """Wait for background evaluation, then stop engines, routers and trainers, and close the logs."""
         if self._background is not None:
-            # The trainer is done: a rank that dies now changes nothing.
+            # The trainer is done, so the death of a rank no longer matters.
             with unwatched(self.trainers.names):
                 self._background.finish()
         forget_all()
@@ -230,7 +230,7 @@ class TrainJob:
     # Waits
 
     def _on_shared_gpus(self, step: str, method: str) -> None:
-        """Call one of the manager's memory methods where trainer and engines share GPUs.
+        """Call one of the manager's memory methods if trainer and engines share GPUs.
 
             generate -> offload -> train (wakes itself, sleeps at its end) -> onload_weights -> push -> onload_kv
 
@@ -241,12 +241,12 @@ class TrainJob:
             self._ask(step, method, what=what, timeout_s=memory_timeout_s(self.args))
 
     def _ask(self, step: str, method: str, *arguments: Any, what: str, timeout_s: float | None = None) -> Any:
-        """Have the manager do something, once."""
+        """Call a method of the manager once, even if the wait for it is repeated."""
         ref, timeout_s = getattr(self.manager, method).remote(*arguments), timeout_s or self.args.train_timeout_s
         return self.step(step, lambda: wait_for(ref, what=what, timeout_s=timeout_s), needs_trainer=False)
 
     def _wait_for_engines(self, step: str, ref: ray.ObjectRef, *, what: str, report_every_s: float = 30.0) -> Any:
-        """Wait for generation; engines that start meanwhile get the weights."""
+        """Wait for generation; engines that restart meanwhile get the weights."""
 
         def wait() -> Any:
             return wait_for(
@@ -260,5 +260,5 @@ class TrainJob:
         return self.step(step, wait, needs_trainer=False)
 
     def serve_new_engines(self) -> None:
-        """Give the weights to engines in the place of dead ones; called while a rollout is awaited."""
+        """Push the weights to engines that replaced dead ones; called while waiting for a rollout."""
         self.actor.push.serve_new_engines()

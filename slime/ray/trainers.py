@@ -1,11 +1,10 @@
-"""The trainers of a job as one: the actor, and PPO's critic beside it.
+"""A job's trainers driven together: the actor, and the critic if PPO is used.
 
-They have the same GPUs, one after the other, and values go from rank to rank:
+They use the same GPUs in turn, and values pass from critic ranks to actor ranks:
 
-    rollout k -> critic: values of rollout k, then its own steps -> sleeps -> actor: advantages from them, its steps
+    rollout k -> critic: computes values, trains, sleeps -> actor: computes advantages from the values, trains
 
-The critic trains first, with the values that it had before: what the actor's advantages are measured against is the
-critic that had not seen the rollout.
+The critic computes the values before it trains, so the actor's advantages use a critic that has not seen the rollout.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ from slime.utils.misc import Box
 
 
 class Trainers:
-    """The actor, and the critic if there is one.
+    """The actor, and the critic if any.
 
     Args:
         actor: trains the policy.
-        critic: None without one.
-        num_critic_only_steps: the first rollouts, which train the critic alone.
+        critic: trains the value model, or None.
+        num_critic_only_steps: number of initial rollouts that train only the critic.
     """
 
     def __init__(self, actor: RayTrainGroup, critic: RayTrainGroup | None, *, num_critic_only_steps: int = 0) -> None:
         self._num_critic_only_steps = num_critic_only_steps
         self.actor, self.critic = actor, critic
         self.all = [actor] if critic is None else [actor, critic]
-        """In the order in which they start."""
+        """The trainers in start order."""
 
     @property
     def names(self) -> list[str]:
-        """The names of all ranks, as they are watched."""
+        """The names of all ranks, under which they are watched."""
         return [name for trainer in self.all for name in trainer.names]
 
     def train(self, rollout_id: int, rollout_data: list[Box]) -> None:
-        """Train the critic first, since the actor's advantages need its values, then the actor."""
+        """Train the critic, whose values the actor's advantages need, then the actor."""
         values = None
         if self.critic is not None:
             with span("train_critic"):
@@ -52,19 +51,19 @@ class Trainers:
             self.actor.wait_trained(rollout_id, self.actor.async_train(rollout_id, rollout_data, values))
 
     def save(self, rollout_id: int, save_position: Callable[[], None], *, force_sync: bool) -> None:
-        """Write everything that a run resumes from, and make it count.
+        """Write everything that a run resumes from, then publish it.
 
-        The order makes a kill at any moment harmless: the models, then the position in the data with its buffer, and
-        last of all the actor's tracker file, which makes the checkpoint count.  A critic is saved with the actor, also
-        while only the critic trains, so that every checkpoint is of both; its tracker comes before the actor's, and it
-        resumes from the iteration of the actor's whatever its own says.
+        The order makes a kill at any moment harmless: first the models, then the data position with the sample
+        buffer, last the actor's tracker file, which publishes the checkpoint.  The critic is always saved with the
+        actor, even while only the critic trains, so every checkpoint has both.  The critic's tracker is written before
+        the actor's, and the critic resumes from the actor's iteration whatever its own tracker says.
 
-        ``save_position`` writes the position in the data; with ``force_sync`` nothing is written in the background.
+        ``save_position`` writes the data position; with ``force_sync`` nothing is written in the background.
         """
         if self.actor.checkpoints.last == rollout_id:
-            return  # a rank died after that, and the save is repeated: to write again would take it away meanwhile
+            return  # a repeat after a rank died; rewriting would remove the published checkpoint
         if self.critic is not None:
-            # Not in the background (--async-save): the actor's might be on disk, and count, before it.
+            # Never in the background (--async-save): the actor's checkpoint could be published before the critic's.
             self.critic.write_checkpoint(rollout_id, force_sync=True)
         self.actor.write_checkpoint(rollout_id, force_sync=force_sync)
         save_position()
@@ -73,19 +72,21 @@ class Trainers:
 
 
 def create_critic(args: Namespace, gpus: GpuSlice, actor: RayTrainGroup) -> RayTrainGroup:
-    """Start the critic on the actor's GPUs, once the actor sleeps, and load its model.
+    """Start the critic on the GPUs of the sleeping actor and load its model.
 
-    It must resume at the actor's rollout, and share the work alike.
+    Raises:
+        CheckpointError: the critic does not resume at the actor's rollout.
+        ConfigError: data- or context-parallel sizes differ from the actor's.
     """
     nodes, per_node = args.critic_num_nodes, args.critic_num_gpus_per_node
     critic = type(actor)(args.critic_args, nodes, per_node, gpus, role="critic", parts=actor.parts, leader=actor)
     start = critic.create()
     if start != actor.start_rollout_id:
         raise CheckpointError(
-            f"the actor goes on with rollout {actor.start_rollout_id} and the critic with rollout {start}: their "
-            "checkpoints are not of one save. Name one that both have with --ckpt-step."
+            f"the actor resumes at rollout {actor.start_rollout_id} and the critic at rollout {start}: their "
+            "checkpoints are from different saves. Name an iteration that both have with --ckpt-step."
         )
-    scatter_values(["" for _ in range(critic.world_size)], critic.layouts, actor.layouts)  # fails now or never
+    scatter_values(["" for _ in range(critic.world_size)], critic.layouts, actor.layouts)  # check the layouts now
     actor.deal_external_data = lambda values: scatter_values(values, critic.layouts, actor.layouts)
     return critic
 
@@ -93,15 +94,15 @@ def create_critic(args: Namespace, gpus: GpuSlice, actor: RayTrainGroup) -> RayT
 def scatter_values(
     values: Sequence[Any], critic_ranks: Sequence[Mapping[str, int]], actor_ranks: Sequence[Mapping[str, int]]
 ) -> list[Any]:
-    """Return what each actor rank gets of what the critic's ranks returned.
+    """Return, for each actor rank, the matching critic rank's result.
 
-    A critic's last pipeline stage has the values, cut over data- and context-parallel ranks as the actor's samples
-    are; its tensor-parallel ranks have the same ones.  Actor ranks that compute no advantages get None.
+    The critic's last pipeline stage has the values, sharded over data- and context-parallel ranks like the actor's
+    samples and replicated over tensor-parallel ranks.  Actor ranks that compute no advantages get None.
 
     Args:
-        values: of each critic rank.
-        critic_ranks: ``TrainWorker.get_parallel_config`` of each.
-        actor_ranks: the same of the actor's.
+        values: one result per critic rank.
+        critic_ranks: ``TrainWorker.get_parallel_config`` of each critic rank.
+        actor_ranks: ``TrainWorker.get_parallel_config`` of each actor rank.
     """
     by_place = {
         (rank["dp_rank"], rank["cp_rank"]): value

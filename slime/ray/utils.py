@@ -1,4 +1,4 @@
-"""Functions that slime's Ray actors share: their environment and their node's address; a lock in the cluster."""
+"""Helpers for slime's Ray actors: environment variables, node addresses, and a cluster-wide lock."""
 
 from __future__ import annotations
 
@@ -25,38 +25,37 @@ NOSET_VISIBLE_DEVICES = {
         "ONEAPI_DEVICE_SELECTOR",
     )
 }
-"""Ray must not hide devices: trainers and engines of one GPU share it, and address it by its physical index."""
+"""Keeps Ray from hiding devices: trainer and engine may share a GPU and address it by its physical index."""
 
 COMMON_ACTOR_ENV = {"RAY_USE_UVLOOP": "0"}
-"""SGLang installs its own event-loop policy; Ray's would get in its way."""
+"""SGLang installs its own event-loop policy, with which Ray's uvloop would conflict."""
 
 RELEASE_GRACE_S = 5.0
-"""After a kill, until a driver has taken the memory of the GPU back."""
+"""Seconds after a kill until the GPU driver has reclaimed the process's memory."""
 
 
 def ray_transport(rollout_data_transport: str) -> str | None:
-    """Return the name of Ray's transport for the tensors of rollout data; None for its object store."""
+    """Return the name of Ray's tensor transport for rollout data; None for the object store."""
     return "nixl" if rollout_data_transport == "nixl" else None
 
 
 def cluster_has_accelerators() -> bool:
-    """Return True when a node of the cluster has real GPUs (a CPU machine may declare logical ones).
+    """Return True if a node of the cluster has real GPUs; a CPU machine may declare logical ones.
 
-    Asked of the cluster, because the driver may run on a node without GPUs.
+    Queries the whole cluster because the driver may run on a node without GPUs.
     """
     return torch.cuda.is_available() or lists_accelerators(ray.cluster_resources())
 
 
 def lists_accelerators(resources: Mapping[str, float]) -> bool:
-    """Return True when Ray's resources, of a node or of all, have real GPUs among them."""
+    """Return True if Ray's resources (of a node or the cluster) include real GPUs."""
     return any(name.startswith("accelerator_type:") for name in resources)
 
 
 def listen_address() -> str:
-    """Return the address at which servers of the job on this node listen.
+    """Return the address on which the job's servers on this node listen.
 
-    Loopback where the cluster has this node alone; otherwise, or with ``SLIME_HOST_IP``, the one by which other nodes
-    reach it.
+    Loopback in a single-node cluster; otherwise, or with ``SLIME_HOST_IP``, the address that other nodes can reach.
     """
     nodes = ray.nodes() if ray.is_initialized() else ()
     is_alone = sum(node["Alive"] for node in nodes) <= 1
@@ -64,9 +63,9 @@ def listen_address() -> str:
 
 
 def one_node_environment() -> dict[str, str]:
-    """Return the variables by which gloo and NCCL, which know no secret, stay on this host; {} over several nodes.
+    """Return variables that keep gloo and NCCL, which have no authentication, on this host; {} with several nodes.
 
-    What the driver's environment says of an interface wins.
+    An interface set in the driver's environment takes precedence.
     """
     if listen_address() != loopback_address():
         return {}
@@ -74,7 +73,7 @@ def one_node_environment() -> dict[str, str]:
 
 
 class RayActor:
-    """Base of actors that others must reach over the network."""
+    """Base class of actors that others must reach over the network."""
 
     @staticmethod
     def _get_current_node_ip_and_free_port(start_port: int = 10000, consecutive: int = 1) -> tuple[str, int]:
@@ -82,7 +81,7 @@ class RayActor:
         return listen_address(), get_free_port(start_port=start_port, consecutive=consecutive)
 
     def get_master_addr_and_port(self) -> tuple[str, int]:
-        """Return address and port for torch.distributed on this node; it listens there until the ranks meet."""
+        """Return this node's address and a port for torch.distributed, held open until the ranks rendezvous."""
         from slime.utils.distributed_utils import hold_port
 
         address = listen_address()
@@ -90,24 +89,24 @@ class RayActor:
 
 
 class _Lock:
-    """A cluster-wide lock that is polled: ``acquire`` never blocks."""
+    """A cluster-wide lock for polling: ``acquire`` never blocks."""
 
     def __init__(self) -> None:
         self._held = False
 
     def acquire(self) -> bool:
-        """Take the lock if it is free; says whether it was."""
+        """Take the lock if it is free; return whether it was."""
         if self._held:
             return False
         self._held = True
         return True
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if not self._held:
             raise RuntimeError("release of a lock that nobody holds")
         self._held = False
 
 
 Lock: Any = ray.remote(num_cpus=0)(_Lock)
-"""``Lock.remote()`` starts one."""
+"""Actor class of a cluster-wide lock, started with ``Lock.remote()``."""

@@ -1,9 +1,9 @@
 """Waiting on Ray with an owner and a deadline.
 
-``wait_for`` is the only way this package blocks on remote work: it names what it waits for, logs that it still waits,
-fails at the first failure among the calls (the others may hang in a collective with the dead one), and fails as well
-when any *watched* actor of the job dies, or what starts beside it fails, even if the present wait does not concern it,
-and when Ray's own processes do.
+``wait_for`` is the only way this package blocks on remote work.  It names what it waits for, logs while it waits, and
+raises at the first failure among its calls, because the others may hang in a collective with the dead one.  It also
+raises if any *watched* actor of the job dies, if a call registered with ``watch_start`` fails, or if one of Ray's own
+processes ends, even if the current wait does not depend on them.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from slime.utils.errors import DeadlineError, EngineDiedError
 logger = logging.getLogger(__name__)
 
 SIGTERM_POLL_S = 1.0
-"""Until SIGTERM to this process is looked for."""
+"""Seconds between checks for SIGTERM to this process."""
 WATCH_GROUP = "watch"
-"""Concurrency group in which an actor runs :meth:`stay_alive`, beside its real work."""
+"""Concurrency group in which an actor runs :meth:`stay_alive` while it works."""
 
-# One job, one driver: the sentinels of its actors.  A sentinel never completes while its actor lives.
+# Module state, because a process drives one job.  A sentinel does not complete while its actor lives.
 _sentinels: dict[ray.ObjectRef, str] = {}
 _names: dict[str, str] = {}
-"""Name of each watched actor by its id, for a call that fails before the sentinel of its actor does."""
+"""Actor id -> name, for calls that fail before their actor's sentinel does."""
 _starting: dict[ray.ObjectRef, str] = {}
-"""Calls that nobody waits for yet, and what they start."""
+"""Calls that nobody waits for yet -> what they start."""
 
 
 class Interrupted(BaseException):
-    """SIGTERM has told the job to leave; its cause, if it has one, says more."""
+    """SIGTERM has asked the job to exit; ``__cause__``, if set, has details."""
 
 
 class Sigterm:
-    """The driver's reaction to SIGTERM (``ray job stop``), its own or of a process of its job: it leaves at once.
+    """The driver's reaction to SIGTERM (``ray job stop``) to itself or a process of its job: exit at once.
 
-    The handler only takes note: an exception out of it, in the middle of a call of Ray, becomes a SystemError.
+    The handler only sets a flag: an exception raised from it inside a Ray call would become a SystemError.
     """
 
     def __init__(self) -> None:
         self.has_come = False
 
     def listen(self) -> None:
-        """Take the place of the present handler."""
+        """Install this handler for SIGTERM."""
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def check(self) -> None:
-        """Raise Interrupted when the job must leave; every wait asks at least once a second."""
+        """Raise Interrupted if the job must exit; every wait checks at least once a second."""
         if self.has_come:
             raise Interrupted
 
     def reached(self, name: str) -> None:
-        """React to the SIGTERM that a watched actor got."""
+        """React to a SIGTERM that a watched actor received."""
         signal.raise_signal(signal.SIGTERM)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -76,17 +76,17 @@ def sigterm() -> Sigterm:
 
 
 def react_by(reaction: Sigterm) -> None:
-    """Have this driver react to SIGTERM in another way from now on."""
+    """Replace this driver's reaction to SIGTERM."""
     _reactions[:] = [reaction]
 
 
 class Watched:
-    """Mixin of an actor whose death must end the job: it gives the driver something to wait on."""
+    """Mixin for actors whose death must end the job: gives the driver a call to wait on."""
 
     _is_told_to_leave = False
 
     def heed_sigterm(self) -> None:
-        """Have SIGTERM to this process tell the driver, instead of ending it; to be called by the constructor."""
+        """Make SIGTERM to this process notify the driver instead of ending the process; call in the constructor."""
 
         def on_signal(signum: int, frame: FrameType | None) -> None:
             self._is_told_to_leave = True
@@ -95,7 +95,7 @@ class Watched:
 
     @ray.method(concurrency_group=WATCH_GROUP)
     def stay_alive(self) -> None:
-        """Block for as long as the actor lives, or until SIGTERM tells it to leave (:meth:`heed_sigterm`).
+        """Block while the actor lives, or until it receives SIGTERM (:meth:`heed_sigterm`).
 
         The object reference fails when the actor dies.
         """
@@ -104,29 +104,29 @@ class Watched:
 
 
 def watch(actor: Any, name: str) -> None:
-    """End every later wait of this process with an error that names ``actor`` once it has died."""
+    """Once ``actor`` has died, end every later wait in this process with an error that names it ``name``."""
     _sentinels[actor.stay_alive.remote()] = name
     name_actor(actor, name)
 
 
 def name_actor(actor: Any, name: str) -> None:
-    """Call ``actor`` so in errors of waits for it."""
+    """Set the name of ``actor`` in errors of waits for it."""
     _names[actor._actor_id.hex()] = name
 
 
 def watch_start(ref: ray.ObjectRef, what: str) -> None:
-    """End every later wait of this process with the error of a call that starts ``what``, should it fail."""
+    """If the call ``ref``, which starts ``what``, fails, end every later wait in this process with its error."""
     _starting[ref] = what
 
 
 def forget_all() -> None:
-    """Stop watching: the job is being taken down on purpose."""
+    """Stop watching all actors, because the job is being shut down on purpose."""
     for known in (_sentinels, _names, _starting):
         known.clear()
 
 
 def forget(name: str) -> None:
-    """Stop watching the actors registered under ``name``, and what they start: others come in their place, or none."""
+    """Stop watching the actors named ``name`` and the calls that start things on them."""
     for ref in [ref for ref, watched in _sentinels.items() if watched == name]:
         del _sentinels[ref]
     for ref in [ref for ref in _starting if _actor_name(ref) == name]:
@@ -137,7 +137,7 @@ def forget(name: str) -> None:
 
 @contextmanager
 def unwatched(names: Collection[str]) -> Iterator[None]:
-    """Watch the actors under ``names`` only after the block: a death within it ends the next wait behind it."""
+    """Suspend watching the actors in ``names`` during the block; a death in it ends the first wait after it."""
     kept = {ref: name for ref, name in _sentinels.items() if name in names}
     for ref in kept:
         del _sentinels[ref]
@@ -148,10 +148,10 @@ def unwatched(names: Collection[str]) -> Iterator[None]:
 
 
 def find_death(names: Collection[str], *, timeout_s: float) -> EngineDiedError | None:
-    """Return the death of one of the actors watched under ``names``, of which Ray may learn within ``timeout_s``.
+    """Return the death of one of the watched actors in ``names``, waiting up to ``timeout_s`` for Ray to notice it.
 
     Raises:
-        ProcessError: Ray's own processes have ended, and with them more than an actor.
+        ProcessError: one of Ray's own processes has ended, so more than an actor is lost.
     """
     RAY_SERVERS.check()
     sentinels = [ref for ref, name in _sentinels.items() if name in names]
@@ -174,14 +174,15 @@ def wait_for(
         refs: references to wait for.
         what: the work, as a phrase that completes "waiting for ...".
         timeout_s: deadline in seconds from now.
-        report_every_s: how often to log that the wait lasts, in seconds.
-        meanwhile: called every ``meanwhile_every_s`` seconds while the wait lasts; what it raises ends the wait.
+        report_every_s: seconds between log lines while waiting.
+        meanwhile: called every ``meanwhile_every_s`` seconds while waiting; an exception it raises ends the wait.
 
     Raises:
         DeadlineError: the deadline passed.
         EngineDiedError: an actor died.
-        ProcessError: one of Ray's own processes ended or hangs, or what starts beside this failed.
-        Exception: the remote call's own error, as soon as the first of the calls fails.
+        ProcessError: one of Ray's own processes ended or hangs.
+        Exception: the error of the first remote call that fails, including calls passed to :func:`watch_start`.
+        Interrupted: the driver's reaction to SIGTERM asks the job to exit.
     """
     single = isinstance(refs, ray.ObjectRef)
     ordered = [refs] if single else list(refs)
@@ -204,11 +205,11 @@ def wait_for(
         slice_s = max(0.01, min(next_report, next_act, start + timeout_s, now + SIGTERM_POLL_S) - now)
         beside = [*_sentinels, *_starting]
         ready, _ = ray.wait(pending + beside, num_returns=1, timeout=slice_s)
-        sigterm().check()  # of the same signal other processes of the job may have died
+        sigterm().check()  # the same signal may have killed other processes of the job
         for ref in ready:
             if ref in _sentinels:
                 if death := _death(ref):
-                    RAY_SERVERS.check()  # its end may be what actors died of
+                    RAY_SERVERS.check()  # the actor may have died because a Ray process ended
                     raise death
                 continue
             if ref in _starting:
@@ -227,13 +228,13 @@ def wait_for(
 
 
 def _unanswered(refs: Sequence[ray.ObjectRef]) -> str:
-    """Return the actors of calls, as the end of a sentence; empty where none has a name."""
+    """Return the names of the called actors as a parenthesis; empty if none has a name."""
     names = dict.fromkeys(name for ref in refs if (name := _actor_name(ref)))
     return f" ({', '.join(names)})" if names else ""
 
 
 def _actor_name(ref: ray.ObjectRef) -> str | None:
-    """Return the name of the actor of a call; None where it has none."""
+    """Return the name of the called actor, or None."""
     return _names.get(ref.task_id().actor_id().hex())
 
 
@@ -244,10 +245,10 @@ def _get(ref: ray.ObjectRef, what: str) -> Any:
     except GetTimeoutError as error:
         raise DeadlineError(f"the result of {what} is ready but could not be fetched within 60 s: {error}") from error
     except RayTaskError as error:
-        # The caller gets the error as it was raised over there; the remote traceback stays with it as its cause.
+        # Raise the error as it was raised remotely; its cause carries the remote traceback.
         raised = error.cause if isinstance(error.cause, Exception) else error
         if name := _actor_name(ref):
-            raised.add_note(f"It was raised by {name}, when the job waited for {what}.")
+            raised.add_note(f"Raised by {name} while the job waited for {what}.")
         raise raised from error
     except RayActorError as error:
         name = _names.get(str(error.actor_id))
@@ -256,7 +257,7 @@ def _get(ref: ray.ObjectRef, what: str) -> Any:
 
 
 def _death(ref: ray.ObjectRef) -> EngineDiedError | None:
-    """Return how the actor of a sentinel died; None when it lives and got SIGTERM."""
+    """Return the death of a completed sentinel's actor; None if the actor lives and received SIGTERM."""
     name = _sentinels[ref]
     try:
         ray.get(ref, timeout=10)

@@ -1,1 +1,1 @@
-"""HF-named tensors to bytes that an engine can load.  No Megatron, no SGLang, no Ray."""
+"""Turns HF-named tensors into bytes that an engine can load.  No Megatron, no SGLang, no Ray."""

@@ -1,4 +1,4 @@
-"""The tensors of a push that must come to an engine in one bucket."""
+"""Groups tensors that must reach an engine in the same bucket."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from slime.utils.errors import WeightSyncError
 Item = TypeVar("Item")
 
 TogetherWith = Callable[[str], tuple[str, ...]]
-"""The names, the given one included, that an engine must receive in one call; empty for an independent name."""
+"""Maps a name to all names (itself included) that an engine must receive in the same call; () if independent."""
 
 
 def iter_units(
     named: Iterable[tuple[str, Item]], together_with: TogetherWith | None
 ) -> Iterator[list[tuple[str, Item]]]:
-    """Yield single tensors, and complete groups of those that must travel together, in the order of the last member.
+    """Yield independent tensors singly, and groups that must travel together when their last member arrives.
 
     Raises:
-        WeightSyncError: the tensors end, and some wait for a partner that did not come.
+        WeightSyncError: a group is incomplete when the tensors end.
     """
     waiting: dict[tuple[str, ...], list[tuple[str, Item]]] = {}
     for name, item in named:

@@ -1,15 +1,15 @@
-"""A 64-bit digest of bytes that is the same on every device and can be summed over pieces.
+"""A 64-bit digest of bytes that is identical on every device and additive over pieces.
 
     digest = sum over the 64-bit words i of  mix(word_i, i)   (mod 2**64)
 
-The sum makes the order of evaluation irrelevant, so that a GPU kernel, a plain loop and several ranks that each hold a
-part come to the same value; the position inside ``mix`` makes exchanged words visible.  ``mix(word, i)`` is the i-th
+The sum makes evaluation order irrelevant, so a GPU kernel, a plain loop and several ranks that each hold a part get
+the same value; the position inside ``mix`` detects swapped words.  ``mix(word, i)`` is the i-th
 number of the generator splitmix64 seeded with the word (Steele, Lea, Flood, "Fast splittable pseudorandom number
 generators", OOPSLA 2014): a bijection of the word, and every input bit changes every output bit with a probability
 near one half.  It guards against damage and mistakes, not against an adversary.
 
-Words of 64 bits, because a GPU then spends about five integer instructions a byte and reads at the speed of its
-memory; with 32-bit words the same arithmetic was the limit.
+With 64-bit words a GPU spends about five integer instructions per byte and runs at memory bandwidth; with 32-bit words
+the arithmetic was the bottleneck.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB
 CHUNK_WORDS = 1 << 22
-"""Words hashed at a time, which bounds the scratch memory."""
+"""Words hashed at a time, which bounds scratch memory."""
 
 
 def mix(word: int, position: int) -> int:
-    """Return the contribution of one word, in plain Python: the definition that the fast paths are tested against.
+    """Return the contribution of one word, in plain Python: the definition against which fast paths are tested.
 
     Args:
-        word: unsigned, 64 bits.
+        word: unsigned 64-bit word.
+        position: its index in the segment.
     """
     value = (word + (position + 1) * GOLDEN) & MASK_64
     value = ((value ^ value >> 30) * MULTIPLIER_1) & MASK_64
@@ -41,11 +42,10 @@ def mix(word: int, position: int) -> int:
 
 
 def digest_bytes(data: Tensor) -> int:
-    """Digest of one segment of bytes.
+    """Return the digest of one segment of bytes.
 
     Args:
-        data: uint8, contiguous, one dimension.  A length that is no multiple of eight counts as filled up with
-            zeros.
+        data: contiguous uint8 of shape ``[num_bytes]``; zero-padded to a multiple of 8 bytes for the digest.
 
     Returns:
         The unsigned digest; 0 for no bytes.
@@ -56,7 +56,7 @@ def digest_bytes(data: Tensor) -> int:
     total = 0
     if num_whole:
         whole = data[:num_whole]
-        # A view as words needs an aligned start; a segment may lie anywhere in its bucket.
+        # Viewing bytes as words needs an aligned start, but a segment may start anywhere in its bucket.
         aligned = whole if whole.data_ptr() % WORD_BYTES == 0 else whole.clone()
         total += _sum_of_words(aligned.view(torch.int64))
     if num_whole < data.numel():
@@ -66,32 +66,32 @@ def digest_bytes(data: Tensor) -> int:
 
 
 def digest_tensor(tensor: Tensor) -> int:
-    """Digest of a tensor's elements in row-major order, whatever its strides."""
+    """Return the digest of a tensor's elements in row-major order, whatever its strides."""
     return digest_bytes(tensor.detach().contiguous().view(-1).view(torch.uint8))
 
 
 def combine(digests: Iterable[int]) -> int:
-    """Combine the digests of several segments, in their order, into one."""
+    """Combine the digests of several segments into one that depends on their order."""
     return sum(mix(digest, position) for position, digest in enumerate(digests)) & MASK_64
 
 
 def combine_wrapped(digests: Tensor) -> int:
-    """Apply :func:`combine` to digests that a table keeps as int64: tens of thousands without a loop over them."""
+    """Apply :func:`combine` to an int64 tensor of digests without a Python loop, for tens of thousands of digests."""
     return _sum_of_words(digests.cpu())
 
 
 def as_signed(value: int) -> int:
-    """Return the same 64 bits as the signed integer that torch keeps them in."""
+    """Return the same 64 bits as a signed integer, as torch stores them."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _xor_shifted(value: Tensor, bits: int) -> Tensor:
-    """Return ``value ^ value >> bits`` with the shift of an unsigned number."""
+    """Return ``value ^ (value >> bits)`` with a logical (unsigned) shift."""
     return value ^ ((value >> bits) & ((1 << (64 - bits)) - 1))
 
 
 def _sum_of_words(words: Tensor) -> int:
-    """Sum of ``mix`` over int64 ``words``; torch's int64 arithmetic wraps as the definition demands."""
+    """Return the sum of ``mix`` over int64 ``words``; torch's int64 arithmetic wraps modulo 2**64 as needed."""
     total = 0
     for start in range(0, words.numel(), CHUNK_WORDS):
         part = words[start : start + CHUNK_WORDS]

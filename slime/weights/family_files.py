@@ -1,4 +1,4 @@
-"""Where model families are, outside of the core: what needs them looks for their files by name."""
+"""Locates the files of model families, which live outside the core and are found by name."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 HOME = "slime_plugins.models"
-"""The package in which every family is a file or a folder."""
+"""The package that holds each family as a file or folder."""
 
 
 def family_files(*patterns: str) -> dict[str, Path]:
-    """Return the files of families that fit a pattern (``*/family.py``), by the names of their modules.
+    """Return module name -> file for family files that match a glob pattern such as ``*/family.py``.
 
-    None of them is imported.
+    Imports none of them.
     """
     home = find_spec(HOME)
     places = [Path(place) for place in (home and home.submodule_search_locations) or ()]

@@ -1,16 +1,16 @@
-"""Digests of the files of a folder: written with it, compared while it is read.
+"""Digests of a folder's files: written with the folder, verified while it is read.
 
     digests.json
     {"algorithm": "xxh3_64",
      "files": {"common.pt": [[0, 1234, "9d0c..."]], "__0_0.distcp": [[0, 4096, "1b2f..."], [4096, 800, "77e0..."]]},
-     "digest": "..."}                                    of the value of "files"
+     "digest": "..."}                                    digest of the value of "files"
 
-A file is a row of pieces ``[first byte, bytes, digest]`` without gaps.  So a rank that needs some tensors of a file
-compares just those, with the bytes that it reads anyway.  XXH3 guards against damage, not against an adversary, who
-would write digests of his own.
+A file is a gapless sequence of pieces ``[first byte, number of bytes, digest]``.  A rank that needs only some tensors
+of a file verifies just their pieces, from bytes that it reads anyway.  XXH3 guards against damage, not against an
+adversary, who could rewrite the digests.
 
-Of a safetensors file the pieces are the header and each tensor, or each row of a tensor that stacks matrices: a reader
-maps the file and takes one tensor, or one expert of a stack; it compares that, and reads nothing twice.
+The pieces of a safetensors file are the header and each tensor, or each row of a tensor that stacks matrices.  So a
+reader that maps the file and takes one tensor, or one expert of a stack, verifies just that and reads nothing twice.
 """
 
 from __future__ import annotations
@@ -42,27 +42,25 @@ from slime.weights.stored_tensors import (
 DIGEST_FILE = "digests.json"
 ALGORITHM = "xxh3_64"
 OVERLAP_BYTES = 8 << 20
-"""Data from this size on are digested by another thread while they are written or decoded; smaller ones are in the
-processor's cache, where a digest takes less than handing it out."""
-REMEDY = (
-    "Copy it again, or use another checkpoint; --no-verify-checkpoint reads it as it is, with whatever the damage did."
-)
+"""Data of at least this size are digested in another thread while they are written or decoded.  Smaller data are in
+the CPU cache, where digesting costs less than handing over to a thread."""
+REMEDY = "Copy it again, or use another checkpoint; --no-verify-checkpoint reads it unverified, damage included."
 
 Piece: TypeAlias = tuple[int, int, str]
 """First byte, number of bytes, digest."""
 
 
 def digest_of(data: Any) -> str:
-    """Return the digest of bytes, or of anything that gives a view of its bytes."""
+    """Return the digest of bytes or of any object with the buffer protocol."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 class DigestWriter:
-    """A file that is being written, digested piece by piece while the bytes pass.
+    """A file being written; digests its bytes piece by piece as they pass.
 
-    Closing it waits until it is on disk.
+    Closing waits until the file is on disk.
 
-    Invariant: ``error`` is the first error of the file system; what writes tensors through this may report another.
+    ``error`` is the first file-system error.  Code that writes tensors through this object may raise a different one.
     """
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
@@ -74,14 +72,14 @@ class DigestWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="digest")
 
     def begin_piece(self) -> None:
-        """End the piece before, if there is any of it, and begin another."""
+        """End the current piece unless it is empty, and begin another."""
         if self._position > self._begin:
             self.pieces.append((self._begin, self._position - self._begin, self._hash.hexdigest()))
             self._begin = self._position
             self._hash.reset()
 
     def write(self, data: Any) -> int:
-        """Write bytes and digest them."""
+        """Write and digest ``data``; return its number of bytes."""
         size = memoryview(data).nbytes
         digest = self._pool.submit(self._hash.update, data) if size >= OVERLAP_BYTES else None
         try:
@@ -92,11 +90,11 @@ class DigestWriter:
         return size
 
     def flush(self) -> None:
-        """Hand everything to the operating system."""
+        """Flush buffered bytes to the operating system."""
         self._guarded(self._file.flush)
 
     def tell(self) -> int:
-        """Return the number of bytes so far."""
+        """Return the number of bytes written so far."""
         return self._position
 
     def close(self) -> None:
@@ -127,10 +125,10 @@ class FolderDigests:
 
     @classmethod
     def read(cls, folder: Path) -> FolderDigests | None:
-        """Return the digests of a folder; None when it was written without.
+        """Return a folder's digests; None if it has no ``digests.json``.
 
         Raises:
-            DataError: the file of digests is itself damaged.
+            DataError: ``digests.json`` itself is damaged.
         """
         path = folder / DIGEST_FILE
         if not os.path.lexists(path):
@@ -145,11 +143,11 @@ class FolderDigests:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{path} is damaged ({type(error).__name__}: {error}). {REMEDY}") from error
         if not is_whole:
-            raise DataError(f"{path} is damaged: its digest is not that of its content. {REMEDY}")
+            raise DataError(f"{path} is damaged: its own digest does not match its content. {REMEDY}")
         return cls(folder, files)
 
     def write(self, *, flag: str = "--save") -> None:
-        """Write ``digests.json``, and wait until it is on disk.
+        """Write ``digests.json`` and wait until it is on disk.
 
         Raises:
             DataError: it cannot be written.
@@ -164,30 +162,31 @@ class FolderDigests:
         return json.dumps(content, separators=(",", ":")).encode()
 
     def check_size(self, name: str) -> None:
-        """Compare the length of a file.
+        """Check the length of a file.
 
         Raises:
             DataError: it is missing, has another length, or was not there when the folder was written.
         """
         path = self.folder / name
         if name not in self.files:
-            raise DataError(f"{path} is not one of the files that were written here ({DIGEST_FILE}). {REMEDY}")
+            raise DataError(f"{path} is not among the files written to this folder ({DIGEST_FILE}). {REMEDY}")
         expected = sum(size for _, size, _ in self.files[name])
         try:
             size = path.stat().st_size
         except FileNotFoundError:
-            raise DataError(f"{path} is missing; {DIGEST_FILE} beside it has it, with {expected} bytes.") from None
+            raise DataError(f"{path} is missing; {DIGEST_FILE} lists it with {expected} bytes.") from None
         if size != expected:
-            raise DataError(f"{path} has {size} bytes and was written with {expected}. {REMEDY}")
+            raise DataError(f"{path} has {size} bytes but was written with {expected}. {REMEDY}")
 
     def check(self, name: str, begin: int, data: Any, *, what: str = "") -> None:
-        """Compare the digest of a piece of a file that was read.
+        """Check a piece of file ``name``, starting at byte ``begin``, against its digest.
 
         Args:
-            data: its bytes.
+            data: the bytes that were read.
+            what: what the piece holds, for messages.
 
         Raises:
-            DataError: the bytes are not those that were written.
+            DataError: the bytes differ from those written, or no such piece was written.
         """
         piece = self._piece_at.get((name, begin))
         size = memoryview(data).nbytes
@@ -198,7 +197,7 @@ class FolderDigests:
         if (digest := digest_of(data)) != piece[2]:
             raise DataError(
                 f"{self.folder / name} is damaged: the {size} bytes at {begin}{_holding(what)} have the digest "
-                f"{digest} and were written with {piece[2]}. {REMEDY}"
+                f"{digest}, but were written with {piece[2]}. {REMEDY}"
             )
 
 
@@ -211,12 +210,12 @@ def _canonical(files: Mapping[str, Sequence[Piece]]) -> bytes:
 
 
 def pieces_of(path: Path, tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Return the digests of a file that has just been written, from the tensors in memory."""
+    """Return the pieces of a file that was just written, digested from the tensors in memory."""
     return _pieces(path, lambda stored: _bytes(tensors[stored.name]))
 
 
 def pieces_of_file(path: Path) -> list[Piece]:
-    """Return the digests of a file that others wrote, from its bytes."""
+    """Return the pieces of an existing file, digested from its bytes."""
     with MappedFile(path) as mapped:
         return _pieces(path, mapped.part)
 
@@ -230,13 +229,14 @@ def _pieces(path: Path, bytes_of: Callable[[StoredTensor], Any]) -> list[Piece]:
 
 
 def check_headers(folder: Path, *, verify: bool = True) -> None:
-    """Compare names, headers and lengths of a folder's safetensors with its index and digests; read no weights.
+    """Check names, headers and lengths of a folder's safetensors against its index and digests, reading no weights.
 
     Args:
-        folder: of a model; one whose weights are in other files passes.
+        folder: a model folder; one without safetensors passes.
+        verify: whether to check the headers against the digests too.
 
     Raises:
-        DataError: a file is missing, cut or damaged, or is not what the index says.
+        DataError: a file is missing, truncated or damaged, or does not match the index.
     """
     if not (folder / INDEX_FILE).exists() and not any(folder.glob(f"*{SUFFIX}")):
         return
@@ -247,9 +247,9 @@ def check_headers(folder: Path, *, verify: bool = True) -> None:
 
 
 def check_in_background(folder: Path) -> Future[None] | None:
-    """Begin to compare all weights of a folder with the digests beside them; None where there are none.
+    """Start verifying all weights of a folder against its digests in a thread; None if it has no digests.
 
-    The result is a DataError when a file is damaged, or was not there when the folder was written.
+    The future raises a DataError if a file is damaged or was added after the folder was written.
     """
     if not (folder / DIGEST_FILE).is_file():
         return None
@@ -267,7 +267,7 @@ def _check_files(folder: Path) -> None:
 
 
 def check_file(digests: FolderDigests, path: Path) -> None:
-    """Compare a whole file.
+    """Check a whole file against its digests.
 
     Raises:
         DataError: it is damaged.
@@ -279,7 +279,7 @@ def check_file(digests: FolderDigests, path: Path) -> None:
 
 
 def check_header(digests: FolderDigests, path: Path) -> None:
-    """Compare length and header of a file.
+    """Check a file's length and header.
 
     Raises:
         DataError: the file is damaged.
@@ -289,7 +289,7 @@ def check_header(digests: FolderDigests, path: Path) -> None:
 
 
 def check_tensor(digests: FolderDigests, stored: StoredTensor, tensor: Tensor, *, row: int | None = None) -> None:
-    """Compare a tensor that was read whole, or one row of it.
+    """Check a tensor that was read whole, or (with ``row``) one row of it.
 
     Raises:
         DataError: the file is damaged.

@@ -1,7 +1,7 @@
-"""A model folder in Hugging Face's layout, written shard by shard.
+"""Writes a model folder in Hugging Face's layout, shard by shard.
 
-Host memory holds one shard at a time; its digests are taken there (``digests.json``).  The folder becomes readable
-only at the end: shards get their names when all are on disk, and the index is written last.
+Host memory holds one shard, plus one per save worker; digests (``digests.json``) are computed there.  The folder
+becomes readable only at the end: shards are renamed once all are on disk, and the index is written last.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from slime.weights.named_tensors import tensor_bytes
 from slime.weights.stored_tensors import INDEX_FILE, save_tensors
 
 PARTIAL_SUFFIX = ".partial"
-"""Of a hidden file that is not finished."""
+"""Suffix of hidden, unfinished files."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", PARTIAL_SUFFIX)
 WEIGHT_INDEX_FILES = (INDEX_FILE, "pytorch_model.bin.index.json", DIGEST_FILE)
 DEFAULT_SHARD_BYTES = 5 * 1024**3
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-"""Of config.json, at its top or in its text_config."""
+"""Keys of config.json, at the top level or in its text_config."""
 FLAG = "--save-hf"
-"""That a training run names its folder by."""
+"""The flag that names the folder in a training run, for messages."""
 
 
 def is_weight_file(name: str) -> bool:
-    """Return True for a file of a model folder that holds weights, their index or their digests."""
+    """Return True if a file of this name holds weights, their index or their digests."""
     return name.endswith(WEIGHT_SUFFIXES) or name in WEIGHT_INDEX_FILES
 
 
 def copy_assets(source: str | Path, target: str | Path) -> None:
-    """Copy config, tokenizer and every other regular file that holds no weights."""
+    """Copy every regular file that holds no weights, such as config and tokenizer."""
     for path in Path(source).iterdir():
         if path.is_file() and not is_weight_file(path.name):
             shutil.copy2(path, Path(target) / path.name)
 
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of the same model with plain weights."""
+    """Return the config without quantization."""
     plain = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     if isinstance(plain.get("text_config"), dict):
         plain["text_config"] = without_quantization(plain["text_config"])
@@ -55,12 +55,13 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class HfFolderWriter:
-    """Writes one model folder: :meth:`add` every tensor, then :meth:`close`.
+    """Writes one model folder: call :meth:`add` for every tensor, then :meth:`close`.
 
     Args:
-        target: the folder; it is made, and weight files of an older model in it are removed.
-        assets_from: model folder whose config and tokenizer are copied; must be another folder.
-        save_workers: threads that write shards while the next is filled; each holds one in memory.
+        target: the folder; it is created if missing, and weight files in it are deleted.
+        assets_from: another model folder, whose config and tokenizer are copied; or None.
+        shard_bytes: maximum size of a shard, unless a single tensor is larger.
+        save_workers: threads that write shards while the next is filled; each holds one shard in memory.
 
     Raises:
         ConfigError: ``target`` is ``assets_from``, whose weights would be lost.
@@ -100,7 +101,7 @@ class HfFolderWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Write the rest, unless something went wrong: then the folder is left without an index."""
+        """Close the writer; after an error, leave the folder without an index."""
         if kind is None:
             self.close()
             return
@@ -109,7 +110,7 @@ class HfFolderWriter:
         self._sync_pool.shutdown()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor; it is copied to the host.
+        """Add one tensor, copied to the host.
 
         Raises:
             DataError: the name was added before.
@@ -123,7 +124,7 @@ class HfFolderWriter:
         self._pending_bytes += size
 
     def add_all(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take many tensors."""
+        """Add many tensors."""
         for name, tensor in named_tensors:
             self.add(name, tensor)
 
@@ -150,7 +151,7 @@ class HfFolderWriter:
         self._pieces[shard] = pieces_of(path, tensors)
 
     def close(self) -> Path:
-        """Write the last shard, the digests and the index; gives the folder."""
+        """Write the last shard, the digests and the index; return the folder."""
         if self._pending:
             self._flush()
         if self._pool is not None:
@@ -170,7 +171,7 @@ class HfFolderWriter:
             "metadata": {"total_size": self.total_bytes},
             "weight_map": {name: names[shard] for name, shard in sorted(self._weight_map.items())},
         }
-        for path in self.target.iterdir():  # config and tokenizer, too
+        for path in self.target.iterdir():  # including config and tokenizer
             if path.is_file():
                 sync_to_disk(path)
         content = (json.dumps(index, indent=2) + "\n").encode()

@@ -1,4 +1,4 @@
-"""Names, dtypes and sizes of HF-named tensors on their way to an engine."""
+"""Names, dtypes and sizes of HF-named tensors that are pushed to engines."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from torch import Tensor
 from slime.utils.errors import ConfigError, DataError
 
 Header = tuple[str, tuple[int, ...], torch.dtype]
-"""HF name, shape and dtype of a tensor as it travels."""
+"""HF name, shape and dtype of a tensor as sent."""
 NamedTensors = list[tuple[str, Tensor]]
-"""HF name and full (unsharded) tensor, in the order in which they were made."""
+"""(HF name, full unsharded tensor) pairs, in the order of creation."""
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Return the bytes of the tensor's elements."""
+    """Return the size of the tensor's elements in bytes."""
     return tensor.numel() * tensor.element_size()
 
 
 def check_finite(tensor: Tensor, what: str) -> None:
-    """Refuse a weight with NaN or infinity in it; one pass over its elements.
+    """Check that a weight has no NaN or infinity, in one pass over its elements.
 
     Args:
-        tensor: any; only floating-point ones of 16 bits and more are looked at.
+        tensor: any tensor; only floating-point tensors of at least 16 bits are checked.
+        what: the tensor's name in the message.
 
     Raises:
-        DataError: with the place of the first such element.
+        DataError: the message gives the index of the first such element.
     """
-    # No dtype for the sum: with one, torch converts the whole tensor first, at a tenth of the speed.
+    # sum() without dtype: with one, torch converts the whole tensor first, at a tenth of the speed.
     if not tensor.is_floating_point() or tensor.itemsize < 2 or bool(torch.isfinite(tensor.sum())):
         return
-    wrong = torch.nonzero(~torch.isfinite(tensor))  # none where the sum alone was too large
+    wrong = torch.nonzero(~torch.isfinite(tensor))  # empty if only the sum overflowed
     if len(wrong):
         place = wrong[0].tolist()
         raise DataError(
@@ -44,18 +45,18 @@ def check_finite(tensor: Tensor, what: str) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name an engine knows the dtype by: ``bfloat16``, not ``torch.bfloat16``."""
+    """Return the dtype's name in engines: ``bfloat16``, not ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def config_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
-    """Return the floating-point dtype in which the files of a checkpoint with this HF config hold its parameters.
+    """Return the floating-point dtype of the parameters in a checkpoint with this HF config.
 
-    Reads ``dtype`` (transformers 5) or ``torch_dtype``, in the text part of a multimodal config when the top has
-    neither; bfloat16 when no part says anything.
+    Reads ``dtype`` (transformers 5) or ``torch_dtype``, from ``text_config`` if the top level has neither; defaults to
+    bfloat16.
 
     Raises:
-        ConfigError: the config names something that is not a floating-point dtype of torch.
+        ConfigError: the value is not a floating-point dtype of torch.
     """
     for part in (hf_config, hf_config.get("text_config") or {}):
         name = part.get("dtype") or part.get("torch_dtype")
@@ -71,16 +72,17 @@ def config_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
 
 
 def parse_dtype(name: Any) -> torch.dtype | None:
-    """Return the floating-point dtype of this name, as torch or SGLang spells it (``half``); None for another."""
+    """Return the floating-point dtype named as in torch or SGLang (``half``); None for anything else."""
     dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."), None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
 
 
 def pushed_dtype(engine_dtypes: Iterable[str], trainer_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a push: that in which the engines compute, the widest where they differ.
+    """Return the dtype of a push: the engines' compute dtype, or the widest if they differ.
 
     Args:
-        engine_dtypes: ``EngineProxy.dtype`` of each; "" for the trainer's.
+        engine_dtypes: ``EngineProxy.dtype`` of each engine; "" means ``trainer_dtype``.
+        trainer_dtype: the dtype without engines.
     """
     dtypes = [parse_dtype(name) or trainer_dtype for name in engine_dtypes]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else trainer_dtype

@@ -1,4 +1,4 @@
-"""Host memory from and to which an accelerator copies directly, while the caller continues."""
+"""Pinned host memory, for asynchronous copies to and from an accelerator."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 512
-"""Of the first byte of each tensor that shares memory with others."""
+"""Byte alignment of each tensor in a shared block."""
 
 
 def host_bytes(num_bytes: int, *, is_pinned: bool) -> Tensor:
-    """Return zeros on the host, [num_bytes], uint8.
+    """Return host zeros, uint8 of shape ``[num_bytes]``.
 
-    Torch's own pinned memory is rounded up to a power of two, and one thread touches its pages, half a second for each
-    GiB.  Here all threads of torch touch them, and the pages are huge where the system has such.
+    torch rounds its own pinned memory up to a power of two, and a single thread touches the pages, which takes half a
+    second per GiB.  Here all of torch's threads touch them, and the kernel is asked for huge pages.
 
     Args:
-        is_pinned: needs CUDA; the memory is released with the last tensor in it.
+        is_pinned: pin the memory (needs CUDA); it is released with the last tensor that refers to it.
     """
     if not is_pinned or num_bytes == 0:
         return torch.zeros(num_bytes, dtype=torch.uint8)
@@ -33,7 +33,7 @@ def host_bytes(num_bytes: int, *, is_pinned: bool) -> Tensor:
 
 
 def host_tensors_like(tensors: Mapping[str, Tensor], *, is_pinned: bool) -> dict[str, Tensor]:
-    """Return tensors on the host of the shapes and dtypes of ``tensors``, in one block of memory."""
+    """Return host tensors with the shapes and dtypes of ``tensors``, allocated in one block."""
     begins, size = [], 0
     for tensor in tensors.values():
         begins.append(size)
@@ -46,22 +46,22 @@ def host_tensors_like(tensors: Mapping[str, Tensor], *, is_pinned: bool) -> dict
 
 
 def aligned(num_bytes: int) -> int:
-    """Return ``num_bytes``, rounded up to :data:`ALIGNMENT`."""
+    """Return ``num_bytes`` rounded up to a multiple of :data:`ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class _PinnedPages(mmap.mmap):
-    """Pages that stay registered with CUDA as long as they live."""
+    """Pages that stay registered with CUDA for their lifetime."""
 
     _address: int | None = None
     _runtime: Any = None
 
     def pin(self, address: int) -> None:
-        """Register the pages, which begin at ``address``; raises ``torch.cuda.CudaError`` where CUDA refuses."""
+        """Register the pages, which begin at ``address``; raises ``torch.cuda.CudaError`` if CUDA refuses."""
         self._runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(self._runtime.cudaHostRegister(address, len(self), 0))
         self._address = address
 
     def __del__(self) -> None:
         if self._address is not None:
-            self._runtime.cudaHostUnregister(self._address)  # fails at most where CUDA has ended, and with it the pins
+            self._runtime.cudaHostUnregister(self._address)  # fails only after CUDA shut down, which unpins

@@ -1,16 +1,16 @@
-"""Folders that hold all experts of a layer in one tensor, seen as if each expert had its own tensors.
+"""Presents folders that store all experts of a layer in one tensor as if each expert had its own tensors.
 
-Published Qwen3.5 checkpoints are laid out so:
+Published Qwen3.5 checkpoints use this layout:
 
     X.experts.gate_up_proj [E, 2 I, h]   =   X.experts.{e}.gate_proj.weight, X.experts.{e}.up_proj.weight [I, h] each
     X.experts.down_proj [E, h, I]        =   X.experts.{e}.down_proj.weight [h, I]
 
-Those of Qwen3-VL have every matrix transposed: [E, h, 2 I] and [E, I, h].  The shapes of both tensors tell.
+Qwen3-VL checkpoints have every matrix transposed: [E, h, 2 I] and [E, I, h].  The two tensors' shapes tell them apart.
 
-Everything in memory and on the wire has the names on the right; a folder is written as its source is.
+In memory and on the wire, tensors have the names on the right; a folder is written in the layout of its source.
 
-gpt-oss has such a tensor for biases too, and engines that load nothing else.  There ``X[3]`` names expert 3's row of
-``X`` in weight maps alone; :func:`join_rows` puts the rows together for pushes and folders.
+gpt-oss stacks biases too, and its engines load only stacked tensors.  There, ``X[3]`` is a name for expert 3's row of
+``X`` that exists only in weight maps; :func:`join_rows` joins the rows for pushes and folders.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _ROW = re.compile(r"(.+)\[(\d+)\]")
 
 
 def row_of(name: str) -> tuple[str, int] | None:
-    """Return tensor and row that ``X[3]`` names; None for any other name."""
+    """Return ``("X", 3)`` for ``X[3]``; None for names of another form."""
     match = _ROW.fullmatch(name)
     return None if match is None else (match[1], int(match[2]))
 
 
 def join_rows(tensors: Iterable[tuple[str, Tensor]], num_rows: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, the rows of one joined in the place of the last of them; also on the meta device.
+    """Yield the tensors, with the rows of a tensor joined and yielded at its last row; works on the meta device.
 
     Raises:
-        DataError: some rows of a tensor did not come.
+        DataError: rows of a tensor are missing.
     """
     joined: dict[str, Tensor] = {}
     missing: dict[str, set[int]] = {}
@@ -65,45 +65,45 @@ def join_rows(tensors: Iterable[tuple[str, Tensor]], num_rows: int) -> Iterator[
 
 
 class Stack(NamedTuple):
-    """A tensor of all experts of a layer."""
+    """A tensor that holds all experts of a layer."""
 
     num_experts: int
     is_transposed: bool = False
-    """The matrices have their inputs in the rows."""
+    """True if matrices are stored as [in, out]."""
 
     def matrices(self, rows: Tensor) -> Tensor:
-        """Return experts' matrices [..., out, in] for their rows of the stack, or the reverse."""
+        """Convert rows of the stack to matrices [..., out, in], or matrices back to rows."""
         return rows.mT if self.is_transposed else rows
 
 
 class Place(NamedTuple):
-    """The part of a stack that is one expert's tensor."""
+    """The part of a stack that holds one tensor of one expert."""
 
     stack: str
     expert: int
     half: int | None
-    """Of the rows: 0 for gate, 1 for up; None for all."""
+    """Half of the matrix's rows: 0 for gate, 1 for up; None for all rows."""
 
     def cut(self, matrix: Tensor) -> Tensor:
-        """Return the tensor, given the expert's matrix in the stack."""
+        """Return the tensor's rows of the expert's matrix."""
         return matrix if self.half is None else matrix.chunk(2)[self.half]
 
 
 def is_stack(name: str) -> bool:
-    """Return True for a tensor of all experts of a layer."""
+    """Return True if ``name`` is a tensor that holds all experts of a layer."""
     return _STACK.fullmatch(name) is not None
 
 
 def expert_names(stack: str, expert: int) -> tuple[str, ...]:
-    """Return the names of one expert's tensors in a stack, from the first rows to the last."""
+    """Return the names of one expert's tensors in a stack, in row order."""
     match = _STACK.fullmatch(stack)
-    assert match is not None, f"{stack} is no stack of experts"
+    assert match is not None, f"{stack} is not a stack of experts"
     parts = ("gate", "up") if match[2] == "gate_up" else ("down",)
     return tuple(f"{match[1]}.{expert}.{part}_proj.weight" for part in parts)
 
 
 def place_of(name: str) -> Place | None:
-    """Return the position of an expert's tensor if experts are stacked; None for any other tensor."""
+    """Return where an expert's tensor lies if experts are stacked; None for any other tensor."""
     match = _EXPERT.fullmatch(name)
     if match is None:
         return None
@@ -113,10 +113,10 @@ def place_of(name: str) -> Place | None:
 
 
 class ExpertStacker:
-    """Puts experts' tensors together again, as the folder ``like`` has them; holds those of unfinished stacks.
+    """Rebuilds a folder's expert stacks from per-expert tensors, buffering incomplete stacks on the host.
 
     Args:
-        stacks: of the folder, by name; empty where experts are not stacked.
+        stacks: the folder's stacks by name; empty if experts are not stacked.
     """
 
     def __init__(self, stacks: Mapping[str, Stack]) -> None:
@@ -124,14 +124,14 @@ class ExpertStacker:
         self._matrices: dict[str, dict[tuple[int, int], Tensor]] = {}
 
     def stack(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors, a stack in the place of the last tensor of its experts."""
+        """Yield the tensors, with a stack in place of the last of its experts' tensors."""
         for name, tensor in tensors:
             place = place_of(name)
             if place is None or place.stack not in self._stacks:
                 yield name, tensor
                 continue
             held = self._matrices.setdefault(place.stack, {})
-            # A copy: the caller may fill the buffer again.
+            # Copied, because the caller may reuse the buffer.
             held[place.expert, place.half or 0] = tensor.detach().to("cpu", copy=True)
             stack, num_parts = self._stacks[place.stack], len(expert_names(place.stack, 0))
             if len(held) == stack.num_experts * num_parts:
@@ -142,13 +142,13 @@ class ExpertStacker:
         """Check that no expert is missing.
 
         Raises:
-            DataError: a stack has some of its experts only.
+            DataError: a stack is incomplete.
         """
         if self._matrices:
             name, held = next(iter(self._matrices.items()))
             raise DataError(
                 f"{name} is made of {self._stacks[name].num_experts} experts, of which "
-                f"{len({expert for expert, _ in held})} came; --num-experts is not that of the folder that names it."
+                f"{len({expert for expert, _ in held})} came; --num-experts does not match the source folder."
             )
 
 
@@ -158,7 +158,7 @@ def _join(held: dict[tuple[int, int], Tensor], num_parts: int) -> Tensor:
 
 
 def tensors_in(name: str, stacks: Mapping[str, Stack]) -> list[str]:
-    """Return the names of the tensors in one that a folder stores: its own, or those of all experts of a stack.
+    """Return the names of all experts' tensors in a stack; for any other stored tensor, just its own name.
 
     ``stacks`` are the folder's :func:`find_stacks`.
     """
@@ -168,9 +168,9 @@ def tensors_in(name: str, stacks: Mapping[str, Stack]) -> list[str]:
 
 
 def find_stacks(shapes: Mapping[str, Sequence[int]]) -> dict[str, Stack]:
-    """Return the stacks among the tensors of a folder, given their shapes.
+    """Return the stacks among a folder's tensors, given their shapes.
 
-    A stack with biases beside it is gpt-oss's, whose experts have no names.
+    A stack with biases is gpt-oss's and is left out, because its experts have no names of their own.
     """
     return {
         name: Stack(int(shape[0]), _is_transposed(name, shapes))
@@ -180,14 +180,14 @@ def find_stacks(shapes: Mapping[str, Sequence[int]]) -> dict[str, Stack]:
 
 
 def _is_transposed(name: str, shapes: Mapping[str, Sequence[int]]) -> bool:
-    """Return True where gate and up, side by side, are twice as wide as down is high."""
+    """Return True if the shapes are [E, h, 2 I] for gate_up and [E, I, h] for down."""
     layer = name.rpartition(".")[0]
     gate_up, down = (tuple(shapes.get(f"{layer}.{part}_proj", ())) for part in ("gate_up", "down"))
     return len(gate_up) == len(down) == 3 and (gate_up[1], gate_up[2]) == (down[2], 2 * down[1])
 
 
 def by_expert(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a folder with every stack taken apart into its experts'."""
+    """Yield a folder's tensors with every stack split into its experts' tensors."""
     stacks = find_stacks({name: tensor.shape for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         if name not in stacks:

@@ -1,7 +1,7 @@
-"""Places of the tensors of a safetensors folder: file, first byte, length.
+"""Locations of the tensors in a safetensors folder: file, first byte, length.
 
-The format: eight bytes with the length of a JSON header, little endian; the header; then the tensors' bytes, at the
-offsets that the header names.  Reading the headers alone is enough to map or to copy a tensor without decoding it.
+Format: eight little-endian bytes with the length of a JSON header; the header; then the tensors' bytes, at the offsets
+given in the header.  The headers alone are enough to map or copy a tensor without decoding it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from slime.utils.errors import DataError
 from slime.utils.files import COPY_AGAIN, opened, parse_object, read_outside_file
 
 Bytes = NDArray[np.uint8]
-"""One dimension, contiguous."""
+"""Contiguous bytes of shape ``[num_bytes]``."""
 SUFFIX = ".safetensors"
 _COUNTED = re.compile(r"-\d+(-of-\d+)\.safetensors$")
-"""The name of a part of a model, ``model-00002-of-00005.safetensors``."""
+"""Matches the name of a numbered shard: ``model-00002-of-00005.safetensors``."""
 INDEX_FILE = "model.safetensors.index.json"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100 * 1024**2
-"""The format's own limit."""
+"""Limit set by the format."""
 STORED_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
-"""Names of torch's dtypes in the format."""
+"""torch dtype name -> safetensors dtype code."""
 OTHER_DTYPES = frozenset("U16 U32 U64 C64 F4 F6_E2M3 F6_E3M2 F8_E4M3FNUZ F8_E5M2FNUZ".split())
-"""Names that the format has, and nothing here computes with."""
+"""safetensors dtype codes that are accepted in files but not supported in computation."""
 TORCH_DTYPES = {code: getattr(torch, name) for name, code in STORED_DTYPES.items()}
 
 
@@ -49,31 +49,31 @@ class TensorInfo:
 
     name: str
     dtype: str
-    """As the format spells it: ``BF16``, ``F8_E4M3``."""
+    """safetensors dtype code, such as ``BF16`` or ``F8_E4M3``."""
     shape: tuple[int, ...]
     num_bytes: int
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, shape: Iterable[int]) -> TensorInfo:
-        """Describe a tensor that is going to be written."""
+        """Describe a tensor to be written."""
         sizes = tuple(shape)
         code = STORED_DTYPES[str(dtype).removeprefix("torch.")]
         return TensorInfo(name, code, sizes, math.prod(sizes) * dtype.itemsize)
 
     @property
     def rows(self) -> int:
-        """Slices along the first dimension; one for a scalar."""
+        """Size of the first dimension; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one slice along the first dimension."""
+        """Bytes per index of the first dimension."""
         return self.num_bytes // self.rows if self.rows else 0
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor(TensorInfo):
-    """One tensor of a file."""
+    """A tensor in a file."""
 
     file: Path
     begin: int
@@ -81,7 +81,7 @@ class StoredTensor(TensorInfo):
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor], notes: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file that whoever the umask admits can read: the library's own are for one user alone."""
+    """Write a safetensors file with the permissions of the umask; the library's own files are private to the user."""
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt", **(notes or {})})
@@ -89,10 +89,10 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], notes: Mapping[st
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors by name, in the order of their bytes, and the file's metadata.
+    """Return name -> tensor, in file order, and the file's metadata.
 
     Raises:
-        DataError: the file is missing, is no safetensors file, or is shorter or longer than its header says.
+        DataError: the file is missing, is not a safetensors file, or is shorter or longer than its header says.
     """
     try:
         with opened(path) as file:
@@ -127,10 +127,10 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Return the name of the file of each tensor, as the index of a folder says.
+    """Return tensor name -> file name from a folder's index.
 
     Raises:
-        DataError: the index cannot be read, or is something else.
+        DataError: the index cannot be read or is malformed.
     """
     try:
         weight_map = parse_object(read_outside_file(index)).get("weight_map")
@@ -145,10 +145,10 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model: those its index names, or all when it has none.
+    """Return a model's safetensors files: those named by its index, or all if it has no index.
 
     Raises:
-        DataError: the index cannot be read, or names a file elsewhere.
+        DataError: the index cannot be read, or names a file in another folder.
     """
     index = folder / INDEX_FILE
     if not index.exists():
@@ -157,10 +157,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_layout(folder: str | Path) -> dict[str, StoredTensor]:
-    """Return all tensors of a model folder by name.
+    """Return name -> tensor for a whole model folder.
 
     Raises:
-        DataError: there are none, one is stored twice, or a file is damaged.
+        DataError: the folder has no tensors, one is stored twice, a file is damaged, or the index does not match.
     """
     layout: dict[str, StoredTensor] = {}
     for path in weight_files(Path(folder)):
@@ -176,16 +176,16 @@ def read_layout(folder: str | Path) -> dict[str, StoredTensor]:
 
 @functools.lru_cache(maxsize=4)
 def stored_codes(folder: str) -> Mapping[str, str]:
-    """Return the dtype of every tensor in a model folder's files, as safetensors spells it.
+    """Return tensor name -> safetensors dtype code for a model folder.
 
     Raises:
-        DataError: as :func:`read_layout` has it.
+        DataError: see :func:`read_layout`.
     """
     return {name: entry.dtype for name, entry in read_layout(folder).items()}
 
 
 def _check_index(folder: Path, layout: Mapping[str, StoredTensor]) -> None:
-    """Compare the index of a folder, if it has one, with what is in its files, and with the number in their names."""
+    """Check a folder's index, if any, against the contents of its files and the shard numbers in their names."""
     index = folder / INDEX_FILE
     if not index.exists():
         return
@@ -200,7 +200,7 @@ def _check_index(folder: Path, layout: Mapping[str, StoredTensor]) -> None:
 
 
 def check_parts(index: Path, files: Collection[str]) -> None:
-    """Refuse an index that leaves a whole file of its model out; files of other names may be of another."""
+    """Check that the index omits no shard of its model; files with other shard counts may belong to another model."""
     counted = {match[1] for file in files if (match := _COUNTED.search(file))}
     for path in sorted(index.parent.glob(f"*{SUFFIX}")):
         if path.name not in files and (match := _COUNTED.search(path.name)) and match[1] in counted:
@@ -216,10 +216,9 @@ def read_bytes(stored: StoredTensor) -> Bytes:
 
 
 class MappedFile:
-    """A whole file as an array in memory; a context manager.
+    """A whole file mapped as a byte array; a context manager.
 
-    With ``is_writable``, what is written to the array is written to the file, and is on disk when the context ends
-    without an error.
+    With ``is_writable``, writes to the array change the file, and are on disk once the context ends without an error.
     """
 
     def __init__(self, path: Path, *, is_writable: bool = False) -> None:
@@ -243,6 +242,6 @@ class MappedFile:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None and self._is_writable:
             self._map.flush()
-        # Arrays may still refer to the map, so that it cannot be closed here; it goes with the last of them.
+        # Arrays may still refer to the map, so it cannot be closed here; it is unmapped with the last of them.
         self.bytes = np.empty(0, np.uint8)
         self._file.close()

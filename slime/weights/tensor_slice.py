@@ -13,9 +13,9 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A rectangular slice of a tensor, as ``torch.distributed.checkpoint`` describes the chunks of one.
+    """A rectangular slice of a tensor, described like the chunks in ``torch.distributed.checkpoint``.
 
-    Both have one entry per dimension of the tensor and count elements.
+    Offsets and sizes have one entry per dimension and count elements.
     """
 
     offsets: Ints
@@ -25,34 +25,34 @@ class TensorSlice:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> TensorSlice:
-        """Return the whole tensor."""
+        """Return the slice that covers a whole tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def num_elements(self) -> int:
-        """Product of the extents; 1 for a scalar."""
+        """Product of the sizes; 1 for a scalar."""
         return math.prod(self.sizes)
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Index of the slice in a tensor: ``tensor[s.index]``."""
+        """The slice as a tensor index: ``tensor[s.index]``."""
         return tuple(slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True))
 
     def rows(self, begin: int, end: int) -> TensorSlice:
-        """Return the rows ``begin .. end`` of the slice, counted from its first."""
+        """Return rows ``begin`` (inclusive) to ``end`` (exclusive) of the slice, counted from its first row."""
         return TensorSlice((self.offsets[0] + begin, *self.offsets[1:]), (end - begin, *self.sizes[1:]))
 
     def in_blocks(self, block: Sequence[int]) -> TensorSlice:
-        """Return the slice counted in blocks of so many elements in each dimension; the last may be smaller."""
+        """Return the slice in units of blocks, ``block`` elements per dimension.  The last block may be partial."""
         offsets = tuple(begin // step for begin, step in zip(self.offsets, block, strict=True))
         return TensorSlice(offsets, tuple(-(-size // step) for size, step in zip(self.sizes, block, strict=True)))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a view of the slice in the whole tensor."""
+        """Return a view of this slice of the whole ``tensor``."""
         return tensor[self.index]
 
     def is_within(self, shape: Sequence[int]) -> bool:
-        """Tell if a tensor of this shape has the slice."""
+        """Return whether the slice lies within a tensor of this shape."""
         if self.sizes == shape and not any(self.offsets):
             return True
         return len(self.sizes) == len(shape) and all(

@@ -199,7 +199,7 @@ def test_an_engine_that_cannot_start_again_ends_the_run_with_the_first_cause(mak
 
     monkeypatch.setattr(group_module, "start_engine_actor", refuse)
     group.report(0, EngineEvent.DIED, "it was killed by signal 9")
-    with pytest.raises(EngineDiedError, match="killed by signal 9.*2 new ones did not start.*no memory is left"):
+    with pytest.raises(EngineDiedError, match="killed by signal 9.*2 replacements did not start.*no memory is left"):
         group.wait_settled(300)
     assert group.states == [EngineState.RETIRED]
 

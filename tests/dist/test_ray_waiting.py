@@ -69,7 +69,7 @@ def test_the_first_failure_ends_the_wait_with_its_own_error():
     start = time.monotonic()
     with pytest.raises(ValueError, match="the layer count is 3") as raised:
         wait_for([slow.echo.remote(1, 300), broken.fail.remote()], what="both", timeout_s=290)
-    assert raised.value.__notes__ == ["It was raised by actor rank 1, when the job waited for both."]
+    assert raised.value.__notes__ == ["Raised by actor rank 1 while the job waited for both."]
     assert time.monotonic() - start < 200
 
 
@@ -162,6 +162,6 @@ def test_a_rank_whose_process_is_stopped_ends_the_wait_for_both():
 def test_ranks_that_do_not_go_on_end_the_wait_and_the_one_behind_is_named():
     ranks, _, heartbeats = ranks_that_answered(4.0)
     begun = [ranks[0].work.remote(0.1, 0.1, 0.1, 300), ranks[1].work.remote(0.1, 0.1, 300)]  # the other waits for it
-    message = "has been in a micro-batch for .* The rank that is behind the others is actor rank 1. Slowest first"
+    message = "has been in a micro-batch for .* The rank furthest behind is actor rank 1. Slowest first"
     with pytest.raises(HangError, match=message):
         wait_for(begun, what="training", timeout_s=200, meanwhile=heartbeats.check, meanwhile_every_s=0.1)

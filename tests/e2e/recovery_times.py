@@ -53,7 +53,7 @@ def measure(work_dir: Path, case: str, recovery: str) -> None:
         code = job.finish(500)
     finally:
         job.kill_everything()
-    said = re.findall(r"^.*(?:is started again|is back after).*$", job.text(), flags=re.MULTILINE)
+    said = re.findall(r"^.*(?:[Rr]estarting|is back after).*$", job.text(), flags=re.MULTILINE)
     steps = [row["train/step"] for row in records(save, "train/step")]
     print(
         f"{case}, {recovery}: {took_s:.1f} s to the next trained step, exit code {code}, steps {steps}",

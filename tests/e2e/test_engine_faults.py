@@ -72,6 +72,6 @@ def test_the_only_engine_is_killed_and_the_job_trains_on_with_another(task, tmp_
 def test_the_router_is_killed_and_the_job_goes_on_with_another(task, tmp_path):
     job = busy_job(task, tmp_path)
     kill(job, "router")
-    job.wait_until(lambda: "it is started again" in job.text(), "detection", 30)
+    job.wait_until(lambda: "restarting it" in job.text(), "detection", 30)
     assert job.finish(200) == 0, job.text()[-4000:]
     assert "step 3/3" in job.text()

@@ -88,9 +88,9 @@ def test_ppo_trains_its_critic_first_and_deaths_of_either_take_both_back_and_cha
     job = Job("train.py", flags, tmp_path / "log.txt")
     assert job.finish(JOB_S) == 0, job.text()[-4000:]
     assert re.findall(r"(\w+) rank 0 died", job.text())[:3] == ["critic", "actor", "actor"]
-    went_on = re.findall(r"went on from rollout (\d+) and trained again on (\d+) rollouts", job.text())
+    went_on = re.findall(r"resumed at rollout (\d+) and repeated training on (\d+) rollouts", job.text())
     assert went_on == [("0", "1"), ("2", "0"), ("2", "1")]  # from the start, from the copies, from the checkpoint
-    assert re.findall(r"goes on from the copies in memory after rollout (\d+)", job.text()) == ["1", "1"]
+    assert re.findall(r"resumes from the copies in memory after rollout (\d+)", job.text()) == ["1", "1"]
     assert "copies in memory are lost" in job.text()
     critic_steps = records(tmp_path, "train/critic-value_loss")
     assert [step["train/step"] for step in critic_steps] == [0, 1, 2, 0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 4, 5, 6, 7]

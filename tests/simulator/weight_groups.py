@@ -164,7 +164,7 @@ class Member:
         """Take part in the next broadcast of a group; ``done`` gets the problem and the state that came."""
         name = message["group_name"]
         if name not in self._groups:
-            done(f"this engine is in no weight group {name!r}; call join_weight_group first", None)
+            done(f"this engine is not in weight group {name!r}; call join_weight_group first", None)
             return
         group, rank = self._groups[name]
         number = group.come(rank)

@@ -1,1 +1,1 @@
-"""The verified push: shards, digests, two phases, and the loader inside engines that vouches for what they hold."""
+"""The verified push: shards, digests, two phases, and the loader inside engines that verifies what they hold."""

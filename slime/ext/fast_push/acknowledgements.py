@@ -1,4 +1,4 @@
-"""Digests of what was sent, and their comparison with what the engines acknowledge."""
+"""Computes digests of what is sent and compares them with the engines' acknowledgements."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ SHOWN_NAMES = 3
 
 
 class DigestedBuckets:
-    """A source whose buckets are digested as they pass; nothing waits for the device before :meth:`digests`.
+    """A bucket source that digests buckets as they pass; nothing synchronizes with the device before :meth:`digests`.
 
     Args:
-        kept: tensors that the engines keep as they have them.
+        source: the source to wrap.
+        kept: tensors that are not pushed and that engines keep unchanged.
     """
 
     def __init__(self, source: BucketSource, kept: tuple[TensorEntry, ...] = ()) -> None:
         self.source = source
         self.constant_digests: dict[int, int] = {}
-        """As the protocol says."""
+        """See ``Buckets.constant_digests``."""
         self._kept = kept
         self._tables: dict[int, DigestTable] = {}
         self._taken: dict[int, Tensor] = {}
@@ -40,14 +41,14 @@ class DigestedBuckets:
         return dataclasses.replace(manifest, kept=self._kept) if self._kept else manifest
 
     def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
-        """Yield what the source yields; a buffer may be written again by work that is queued after its digest."""
+        """Yield the source's buckets.  Work queued after a bucket's digest may overwrite its buffer."""
         for index, flat in self.source.iter_buckets(with_constants=with_constants):
             if index != NO_BUCKET:
                 self._take(index, flat)
             yield index, flat
 
     def record(self, index: int, digests: Tensor) -> None:
-        """Have the digests of a bucket's slices from the source, which took them while it filled the bucket."""
+        """Take the digests of a bucket's slices from the source, which computed them while it filled the bucket."""
         self._taken[index] = digests
         self._recorded.add(index)
 
@@ -72,13 +73,16 @@ class DigestedBuckets:
 def check_acknowledgements(
     answers: Mapping[int, Mapping[str, Any]], push_id: str, sent: Mapping[int, int], manifest: Manifest
 ) -> dict[int, str]:
-    """Return why engines must be excluded, by index; none for those that hold just what was sent.
+    """Return engine index -> reason, for engines to exclude because they do not hold exactly what was sent.
 
     Args:
-        answers: of ``acknowledge_weight_update``, by engine.
+        answers: engine index -> answer to ``acknowledge_weight_update``.
+        push_id: the attempt to which they must belong.
+        sent: bucket index -> digest of what was sent.
+        manifest: the push's manifest.
 
     Raises:
-        WeightSyncError: the trainer did not send some bucket.
+        WeightSyncError: no trainer rank sent some bucket.
     """
     unsent = [index for index in range(len(manifest.buckets)) if index not in sent]
     if unsent:

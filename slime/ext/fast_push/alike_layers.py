@@ -1,8 +1,8 @@
-"""Traces of models whose layers are alike: the loader runs on two layers of a kind, and the others are inferred.
+"""Traces models with identical layers: the loader runs on two layers of each kind, and the others are inferred.
 
-Layers are alike when their tensors, and the engine's parameters, have the same names except for the layer's number,
-and the same shapes and places in memory.  Where the loader does not do the same with both traced layers of a kind, or
-does more than copy, it runs on all tensors.  The first push checks an inferred trace as it checks every plan.
+Layers are alike if their tensors, and the engine's parameters, have the same names except for the layer number, and
+the same shapes and memory layout.  If the loader treats the two traced layers of a kind differently, or does more than
+copy, it runs on all tensors.  The first push checks an inferred trace as it checks every plan.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from slime.ext.fast_push.strided_copy import StridedCopy
 
 _NUMBERED = re.compile(r"(.*?\.)(\d+)(\..+)")
 Layer = tuple[str, str]
-"""Prefix of its tensors' names, and its number."""
+"""Prefix of the layer's tensor names, and the layer's number."""
 Place = tuple[str, str]
-"""Name of one of the engine's tensors, before and after the layer's number."""
+"""Name of one of the engine's tensors: the parts before and after the layer's number."""
 
 
 @dataclass
 class _LayerTrace:
-    """What a loader does with the tensors of a layer, whatever its number."""
+    """What a loader does with the tensors of a layer, independent of its number."""
 
     writes: dict[tuple[str, Place, torch.dtype, StridedCopy, torch.dtype], None] = field(default_factory=dict)
-    """Suffix of the tensor's name, place and dtype of the target, copy and dtype of the source; an ordered set."""
+    """Ordered set of (name suffix of the tensor, target place, target dtype, copy, source dtype)."""
     partners: set[frozenset[str]] = field(default_factory=set)
-    """Suffixes of names, see ``LoadTrace.partners``."""
+    """Name suffixes; see ``LoadTrace.partners``."""
     derived_from: set[Place] = field(default_factory=set)
 
 
 def trace_by_layers(model: nn.Module, entries: Sequence[TensorEntry]) -> LoadTrace:
-    """Return the trace of ``model.load_weights`` on these tensors, as ``load_trace.trace_load`` does."""
+    """Return the same trace of ``model.load_weights`` as ``load_trace.trace_load``, in less time."""
     kinds = [layers for layers in _kinds(model, entries) if len(layers) > 2]
     if kinds:
         left_out = {layer for layers in kinds for layer in layers[1:-1]}
@@ -49,13 +49,13 @@ def trace_by_layers(model: nn.Module, entries: Sequence[TensorEntry]) -> LoadTra
 
 
 def _split(name: str) -> tuple[Layer | None, str]:
-    """Return layer and suffix of a name; no layer and the name itself where it has no number."""
+    """Split a name into layer and suffix; a name without a number gives ``(None, name)``."""
     match = _NUMBERED.fullmatch(name)
     return (None, name) if match is None else ((match[1], match[2]), match[3])
 
 
 def _kinds(model: nn.Module, entries: Sequence[TensorEntry]) -> list[list[Layer]]:
-    """Return lists of layers that are alike."""
+    """Return the layers grouped by kind."""
     tensors: dict[Layer, list[tuple[str, tuple[int, ...], str]]] = {}
     for entry in entries:
         layer, end = _split(entry.name)
@@ -74,7 +74,7 @@ def _kinds(model: nn.Module, entries: Sequence[TensorEntry]) -> list[list[Layer]
 
 
 def _complete(trace: LoadTrace, memory: _ModelMemory, kinds: Sequence[Sequence[Layer]]) -> bool:
-    """Add what the loader would do with the layers that it was not given; return False where that cannot be told."""
+    """Add the inferred writes of the layers that were left out; return False if they cannot be inferred."""
     traced = {layer for layers in kinds for layer in (layers[0], layers[-1])}
     by_layer = _split_by_layer(trace, memory, traced)
     if by_layer is None or any(by_layer[layers[0]] != by_layer[layers[-1]] for layers in kinds):
@@ -96,9 +96,9 @@ def _complete(trace: LoadTrace, memory: _ModelMemory, kinds: Sequence[Sequence[L
 def _split_by_layer(
     trace: LoadTrace, memory: _ModelMemory, traced: Collection[Layer]
 ) -> dict[Layer, _LayerTrace] | None:
-    """Return the parts of a trace by layer; None where a layer's tensors do not stay with its own parameters."""
+    """Split a trace by layer; None if a layer's tensors go to another layer's parameters."""
     by_layer = {layer: _LayerTrace() for layer in traced}
-    by_owner: dict[Layer, _LayerTrace] = {}  # the same, by the engine's own name of the layer
+    by_owner: dict[Layer, _LayerTrace] = {}  # the same, by the engine's name of the layer
 
     def place_of(address: int) -> tuple[Layer | None, str]:
         return _split(memory.owner_of(address) or "")
@@ -135,7 +135,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class _ModelMemory:
-    """The storages of a model's parameters and buffers.  Of those that share one, the first owns it."""
+    """The storages of a model's parameters and buffers.  If several tensors share one, the first owns it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors = {name: tensor.detach() for name, tensor in _named_tensors(model)}
@@ -146,7 +146,7 @@ class _ModelMemory:
             self._owners.setdefault(tensor.untyped_storage().data_ptr(), name)
 
     def owner_of(self, address: int) -> str | None:
-        """Return the name of the tensor that owns the storage at an address; None where there is none."""
+        """Return the name of the tensor that owns the storage at an address, or None."""
         return self._owners.get(address)
 
     def address_of(self, owner: str) -> int:
@@ -154,7 +154,7 @@ class _ModelMemory:
         return self._tensors[owner].untyped_storage().data_ptr()
 
     def base(self, owner: str, dtype: torch.dtype) -> Tensor:
-        """Return the first element of a tensor's storage, from which views count their offsets."""
+        """Return a scalar view of the start of a tensor's storage, relative to which views have their offsets."""
         if (owner, dtype) not in self._bases:
             empty = torch.empty(0, dtype=dtype, device=self._device)
             self._bases[owner, dtype] = empty.set_(self._tensors[owner].untyped_storage(), 0, (), ())

@@ -1,6 +1,6 @@
-"""The slices of each bucket that each rank of an engine reads: what it places, and its part of what no rank places.
+"""Assigns each bucket's slices to the ranks of an engine: a rank reads what it loads, and a share of what none loads.
 
-So every byte of a push is digested by some rank, and every byte that a rank serves by that rank itself.
+So every byte of a push is digested by some rank, and every byte that a rank serves is digested by that rank itself.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from slime.weights.digest import combine_wrapped
 
 Positions = NDArray[np.intp]
 JOIN_BYTES = 1 << 20
-"""Gap that costs less to copy from another GPU than another copy costs to start."""
+"""Gaps below this many bytes are copied along, because that costs less than launching another GPU-to-GPU copy."""
 
 
 def deal(taken: Sequence[Sequence[bytes]]) -> list[list[Positions]]:
-    """Return the positions of the slices that each rank reads, by rank and bucket.
+    """Return, by rank and bucket, the positions of the slices that the rank reads.
 
     Args:
-        taken: by rank and bucket, a byte for each slice: 1 where the rank places something of it.
+        taken: by rank and bucket, one byte per slice: 1 if the rank loads any of it.
     """
     num_ranks = len(taken)
     shares: list[list[Positions]] = [[] for _ in taken]
@@ -42,18 +42,19 @@ def deal(taken: Sequence[Sequence[bytes]]) -> list[list[Positions]]:
 
 
 class BucketShare:
-    """The share of one rank in one bucket.
+    """One rank's share of one bucket.
 
     Args:
-        segments: first byte and number of bytes of every slice of the bucket.
-        device: where the bytes are digested.
+        positions: the slices that the rank reads.
+        segments: first byte and number of bytes of every slice in the bucket.
+        device: the device that digests the bytes.
     """
 
     def __init__(self, positions: Positions, segments: Sequence[tuple[int, int]], device: torch.device) -> None:
         own = [segments[position] for position in positions]
         self._digests = DigestTable([begin for begin, _ in own], [size for _, size in own], device)
         self.ranges: list[tuple[int, int]] = []
-        """First byte, and the one after the last, of what must be copied to read it."""
+        """Byte ranges ``[begin, end)`` that must be copied to read the share."""
         for begin, size in sorted(own):
             if self.ranges and begin - self.ranges[-1][1] < JOIN_BYTES:
                 self.ranges[-1] = (self.ranges[-1][0], max(begin + size, self.ranges[-1][1]))
@@ -61,27 +62,27 @@ class BucketShare:
                 self.ranges.append((begin, begin + size))
 
     def digest(self, flat: Tensor) -> Tensor:
-        """Return the digests of the slices in the bucket ``flat``, int64; on a GPU before the work is done."""
+        """Return the digests of the share's slices in bucket ``flat``, int64; asynchronous on a GPU."""
         return self._digests.run(flat)
 
 
 class EngineShares:
-    """The shares of all ranks of an engine in the buckets of one manifest, which all of them know alike."""
+    """The shares of all ranks of an engine in one manifest's buckets; every rank has the same copy."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self._is_beginning = False
         self._taken: list[list[bytes]] = []
-        """Of each rank, what its models take of each bucket, as told last."""
+        """By rank and bucket, the mask of slices that the rank's models load, as reported last."""
         self._positions: list[list[Positions]] = []
         self._own: dict[int, BucketShare] = {}
         self.digests: dict[int, Tensor] = {}
-        """Of this rank's share of each bucket that arrived in the push under way, on its device."""
+        """Bucket index -> digests of this rank's share, on its device, for buckets that arrived in this push."""
         self._constants: dict[int, str] = {}
-        """Digests of the constant buckets that the engine told last."""
+        """Digests of the constant buckets as the engine reported them last."""
 
     def begin(self) -> None:
-        """Start a push: have the slices dealt at the next report, before the buckets come."""
+        """Start a push: slices are dealt at the next report, before buckets arrive."""
         self._is_beginning, self.digests = True, {}
 
     def bucket(self, index: int) -> BucketEntry:
@@ -91,7 +92,7 @@ class EngineShares:
         return buckets[index]
 
     def newly_taken(self, loads: Iterable[ModelLoad], rank: int) -> list[bytes] | None:
-        """Return what models take of each bucket, for :meth:`deal`; None where it is known, or a push under way."""
+        """Return the mask of slices that models load, per bucket, for :meth:`deal`; None if unchanged or dealt."""
         if not self._is_beginning:
             return None
         ready = [load.taken() for load in loads if load.plan is not None and load.plan.manifest.id == self.manifest.id]
@@ -102,16 +103,16 @@ class EngineShares:
         return None if self._taken and self._taken[rank] == own else own
 
     def deal(self, told: Sequence[list[bytes] | None]) -> None:
-        """Deal the slices to the ranks, where one of them takes others than before; all ranks do the same."""
+        """Deal the slices to the ranks if any rank's slices changed; all ranks compute the same result."""
         self._is_beginning = False
         taken = [new if new is not None else old for new, old in zip(told, self._taken or told, strict=True)]
         known = [masks for masks in taken if masks is not None]
         if len(known) == len(taken) and known != self._taken:
             self._taken, self._positions, self._own = known, deal(known), {}
-            gc.freeze()  # the objects of manifest and plan last; a collection would walk over them in every push
+            gc.freeze()  # manifest and plan live on; without this every collection would traverse them
 
     def positions(self, rank: int, index: int) -> Positions:
-        """Return the positions of the slices of bucket ``index`` that a rank reads."""
+        """Return the positions of the slices in bucket ``index`` that a rank reads."""
         if not self._positions:
             raise WeightSyncError("the ranks of this engine have not dealt the buckets of the push; begin it again")
         return self._positions[rank][index]
@@ -123,18 +124,18 @@ class EngineShares:
         return self._own[index]
 
     def digest(self, rank: int, index: int, flat: Tensor) -> None:
-        """Note the digests of this rank's share of the bucket ``flat``."""
+        """Record the digests of this rank's share of bucket ``flat``."""
         digests = self.share(rank, index, flat.device).digest(flat)
         known = self.digests.setdefault(index, digests)
         if known is not digests and not torch.equal(known, digests):
             raise WeightSyncError(f"bucket {index} differs from its first read")
 
     def merge(self, digests: Sequence[Mapping[int, bytes]]) -> tuple[list[str], list[str]]:
-        """Return the digest of each bucket, as 16 hexadecimal digits, and what ranks disagree on, one sentence each.
+        """Return each bucket's digest as 16 hexadecimal digits, and one sentence per disagreement between ranks.
 
         Args:
-            digests: by rank and bucket, those of the slices of the rank's share, int64.  A bucket that did not reach
-                every rank that reads of it has the digest "".
+            digests: by rank and bucket, the int64 digests of the rank's slices as bytes.  A bucket that did not reach
+                every rank that reads from it gets the digest "".
         """
         texts, problems = [], []
         for index, bucket in enumerate(self.manifest.buckets):
@@ -148,16 +149,17 @@ class EngineShares:
                 differing = positions[is_known[positions] & (merged[positions] != own)]
                 if len(differing):
                     name = bucket.slices[differing[0]].name
-                    problems.append(f"rank {rank} has received other bytes of {name} than the ranks before it")
+                    problems.append(f"rank {rank} received different bytes of {name} than earlier ranks")
                 merged[positions], is_known[positions] = own, True
             texts.append(f"{combine_wrapped(torch.from_numpy(merged)):016x}" if has_come else "")
         return texts, problems
 
     def with_constants(self, texts: list[str], *, are_held: bool, are_right: bool) -> list[str]:
-        """Return digests with those of the constant buckets that are held from an earlier push.
+        """Return ``texts`` with the digests of constant buckets held from an earlier push filled in.
 
         Args:
-            are_right: the engine has no problem, and can be relied on to hold these constants in the next push.
+            are_held: all ranks still hold the constant buckets.
+            are_right: the engine has no problem, so these digests may be reused in the next push.
         """
         constants = self.manifest.constants
         if are_held:

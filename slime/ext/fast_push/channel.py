@@ -1,10 +1,10 @@
-"""A process group of one trainer rank and the GPUs of some engines, over which flat buckets are broadcast.
+"""A process group of one trainer rank and the GPUs of some engines, for broadcasting flat buckets.
 
-Both ends use it: the trainer is rank 0, our loader inside each engine joins with one rank for each GPU.  It is built
-from a store and a bare backend, so it neither needs nor disturbs the process groups that either side has already.
+Both ends use this class: the trainer is rank 0, and slime's loader inside each engine joins with one rank per GPU.  It
+is built from a store and a bare backend, so it neither needs nor disturbs existing process groups on either side.
 
-No member waits for ever.  Every wait has the group's deadline, and any member may *abandon* the group: a word in the
-store ends the waits of all the others within :data:`POLL_S`, which is how the survivors of a dead engine get free.
+No member waits forever.  Every wait has the group's deadline, and any member may *abandon* the group: a key in the
+store ends the waits of all others within :data:`POLL_S`, which frees the survivors of a dead engine.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from slime.utils.distributed_utils import nccl_errors_left_to_us, open_store
 from slime.utils.errors import WeightSyncError
 
 POLL_S = 0.02
-"""Interval at which a waiting member checks that the group was not abandoned."""
+"""Seconds between a waiting member's checks that the group was not abandoned."""
 FAREWELL_S = 10 * POLL_S
-"""Time that the store outlives a group that did not come about."""
+"""Seconds that the store outlives a group that failed to form."""
 SPIN_S = 0.0002
-"""Interval at which it checks its broadcast."""
+"""Seconds between a waiting member's checks of its broadcast."""
 STORE_TIMEOUT_S = 10.0
-"""Deadline of reaching the store, which the trainer opens as it asks the others to join, and of one question to it."""
+"""Deadline in seconds for one request to the store and for connecting to it; the trainer opens it as others join."""
 _ABANDONED = "abandoned"
 
 
 class _Connections(Protocol):
-    """The calls of a torch backend that are used here; its stubs lack them."""
+    """The methods of a torch backend used here; torch's stubs lack them."""
 
     def broadcast(self, buffers: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
 
@@ -43,11 +43,12 @@ class _Connections(Protocol):
 
 
 class WeightChannel:
-    """One member of the group.  Invariant: a member that met an error has left; only a new group helps.
+    """One member of the group.  A member that hits an error has left the group; recovery needs a new group.
 
     Args:
-        backend: ``nccl`` or ``gloo``; the current device is used for ``nccl``.
-        is_cancelled: asked while the others have not joined yet; true abandons the group.
+        backend: ``nccl`` (on the current device) or ``gloo``.
+        timeout_s: deadline of joining, and the default deadline of a broadcast.
+        is_cancelled: polled until all have joined; True abandons the group.
 
     Raises:
         WeightSyncError: not all members joined in time, or one of them abandoned the group.
@@ -70,12 +71,12 @@ class WeightChannel:
         question = timedelta(seconds=min(STORE_TIMEOUT_S, timeout_s))
         try:
             self._store = open_store(master_address, master_port, rank=rank, world_size=world_size, timeout=question)
-            # All must have joined before any of them makes connections: a backend's own hand-shake is harder to end.
+            # Wait for all members before connecting, because a backend's handshake is harder to interrupt.
             if self._store.add("joined", 1) == world_size:
                 self._store.set("complete", "1")
             self._wait_for_all(is_cancelled)
             limit = timedelta(seconds=timeout_s)
-            self._store.set_timeout(limit)  # the hand-shake waits there for what other members write
+            self._store.set_timeout(limit)  # the handshake waits in the store for other members
             store = dist.PrefixStore("group", self._store)
             self._group: _Connections | None = _make_backend(backend, store, rank, world_size, limit)
         except (RuntimeError, ValueError) as error:  # torch's DistStoreError, DistNetworkError, DistBackendError
@@ -88,7 +89,7 @@ class WeightChannel:
         self._store.set_timeout(question)
 
     def _abandon_unjoined(self) -> None:
-        """Abandon the group, since joining failed; the store goes with its owner."""
+        """Abandon the group after a failure to join; rank 0 waits so that others can read that from its store."""
         if vars(self).get("_store") is None:
             return
         self.abandon()
@@ -108,16 +109,16 @@ class WeightChannel:
 
     def _who_came(self) -> str:
         try:
-            return f"only {int(self._store.add('joined', 0))} members came to the weight group"
-        except RuntimeError:  # the store goes with its owner
-            return "how many members came is no longer known"
+            return f"only {int(self._store.add('joined', 0))} members joined the weight group"
+        except RuntimeError:  # the store's owner has gone
+            return "it is unknown how many members joined"
 
     def broadcast(self, buffer: Tensor, timeout_s: float | None = None) -> None:
-        """Give ``buffer`` of rank 0 to all; blocks until this rank's part is done."""
+        """Broadcast ``buffer`` from rank 0; blocks until this rank's part is done."""
         self.wait(self.start_broadcast(buffer), timeout_s)
 
     def start_broadcast(self, buffer: Tensor) -> dist.Work:
-        """Begin :meth:`broadcast`; :meth:`wait` ends it.  The buffer must live until then."""
+        """Start a broadcast; :meth:`wait` completes it.  The buffer must stay alive until then."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.asyncOp = True
@@ -131,12 +132,16 @@ class WeightChannel:
             raise WeightSyncError(f"rank {self.rank} of the weight group could not broadcast: {error}") from error
 
     def wait(self, work: dist.Work, timeout_s: float | None = None) -> None:
-        """Wait until ``work`` is done.  Raises as :meth:`broadcast`."""
+        """Wait until ``work`` is done.
+
+        Raises:
+            WeightSyncError: the broadcast failed, timed out, or the group was abandoned.
+        """
         try:
             self._poll(work, self.timeout_s if timeout_s is None else timeout_s)
             work.wait()
         except RuntimeError as error:
-            self.leave()  # at once: a broadcast that waits on a GPU would hold up whatever is asked of the GPU next
+            self.leave()  # at once: a broadcast pending on a GPU would block later GPU work
             if isinstance(error, WeightSyncError):
                 raise
             raise WeightSyncError(f"a broadcast failed on rank {self.rank} of the weight group: {error}") from error
@@ -158,11 +163,11 @@ class WeightChannel:
             time.sleep(SPIN_S)
 
     def abandon(self) -> None:
-        """End the waits of all members with an error: one of them will not come."""
+        """End the waits of all members with an error, because one of them will not take part."""
         try:
             self._store.set(_ABANDONED, "1")
         except RuntimeError:
-            return  # the store's owner has gone, which the others notice as well
+            return  # the store's owner has gone; the others notice that too
 
     @property
     def is_abandoned(self) -> bool:
@@ -172,7 +177,7 @@ class WeightChannel:
             return True
 
     def leave(self) -> None:
-        """Give the connections back; pending broadcasts are cut off."""
+        """Close the connections in the background; pending broadcasts are cut off."""
         group, self._group = self._group, None
         if group is not None:
             arguments = [group, self._backend, self._work]
@@ -180,10 +185,10 @@ class WeightChannel:
 
 
 def _tear_down(group: _Connections, backend: str, work: dist.Work | None) -> None:
-    """End a group; its last reference goes with this thread.
+    """End a group, whose last reference this thread holds.
 
-    NCCL cuts a broadcast off.  Gloo cannot, and dropping a group with a broadcast under way stops the process; so
-    it is kept until the broadcast ends, at the latest when its own deadline passes.
+    NCCL can abort a broadcast.  Gloo cannot, and dropping a group with a pending broadcast kills the process; so the
+    group is kept until the broadcast ends, at the latest at its own deadline.
     """
     if backend == "nccl":
         group.abort()
@@ -199,10 +204,10 @@ def _nccl_settings(backend: str) -> str:
 
 
 def _make_backend(backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> _Connections:
-    """Make a backend that is in no registry of torch.distributed.
+    """Make a backend that is not registered with torch.distributed.
 
     Raises:
-        WeightSyncError: for a backend that is neither nccl nor gloo.
+        WeightSyncError: the backend is neither nccl nor gloo.
     """
     if backend == "gloo":
         return cast(_Connections, dist.ProcessGroupGloo(store, rank, world_size, timeout))
@@ -213,4 +218,4 @@ def _make_backend(backend: str, store: dist.Store, rank: int, world_size: int, t
             group = dist.ProcessGroupNCCL(store, rank, world_size, options)
         group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
         return cast(_Connections, group)
-    raise WeightSyncError(f"a weight group cannot use the backend {backend!r}; it knows nccl and gloo")
+    raise WeightSyncError(f"a weight group cannot use the backend {backend!r}; it must be nccl or gloo")

@@ -1,10 +1,10 @@
-"""Push to engines on GPUs of other machines or processes: each pipeline stage broadcasts its parameters.
+"""Pushes to engines on other GPUs than the trainer's: each pipeline stage broadcasts its parameters.
 
-The sender of a stage is its rank 0 of data and tensor parallelism; its group holds that rank and all GPUs of all
-engines.  Stages take turns.
+A stage's sender is its rank 0 of data and tensor parallelism; its group has that rank and all GPUs of all engines.
+Stages take turns.
 
-A broadcast needs all members, so one dead engine holds up the rest.  The group is then abandoned, which sets the
-others free; those to blame are excluded; and the push is repeated over a new group without them.
+A broadcast needs all members, so one dead engine blocks the rest.  The group is then abandoned, which frees the rest,
+the engines to blame are excluded, and the push is repeated over a new group without them.
 """
 
 from __future__ import annotations
@@ -30,47 +30,47 @@ from slime.weights.push.state import TrainerRanks
 logger = logging.getLogger(__name__)
 
 TRAINERS_SHARE = 0.75
-"""Of the time that engines have to answer: the trainer gives up first, which frees those that wait for another."""
+"""Fraction of the engines' deadline after which the trainer gives up; that frees engines that wait for others."""
 LEAVING_SHARE, MIN_LEAVING_S = 0.1, 1.0
-"""Time to leave a broken group, as a share of the push's deadline: an abandoned engine is free at once."""
+"""Deadline for leaving a broken group, as a share of the push's deadline; an abandoned engine leaves at once."""
 COLLATERAL = "weight group"
-"""Part of every error of a ``WeightChannel``: its cause may be another member."""
+"""Text in every error of a ``WeightChannel``, whose cause may be another member."""
 
 
 class WeightGroup:
-    """The engines that one trainer rank reaches by broadcast, in one group of which that rank is rank 0."""
+    """The engines that one trainer rank reaches by broadcast, in a group with that rank as rank 0."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.engines: list[EngineProxy] = []
-        """Those that shall be in it."""
+        """Engines that should be in the group."""
         self.members: list[EngineProxy] = []
-        """Those that are; they follow in order, one rank for each GPU."""
+        """Engines that are in the group, in rank order, with one rank per GPU."""
         self._channel: WeightChannel | None = None
 
     def join(self, push: CarriedPush) -> None:
-        """Have a group of just the engines that are still in the push, or ask for another try without some of them."""
+        """Form a group of exactly the engines still in the push, or set ``must_repeat`` to try without failed ones."""
         wanted = [engine for engine in self.engines if push.participants.is_good(engine)]
         self.form(wanted, push.participants)
         if wanted and not self.is_whole:
             push.must_repeat = True
 
     def send(self, push: CarriedPush, index: int, flat: Tensor) -> None:
-        """Broadcast a bucket; once a broadcast broke, nothing more until the push is repeated."""
+        """Broadcast a bucket; after a broken broadcast, do nothing until the push is repeated."""
         if push.must_repeat or push.failures or not self.is_whole:
             return
         try:
             self.broadcast(push.id, index, flat, push.participants)
             push.must_repeat = not self.is_whole
         except PUSH_FAILURES as error:
-            push.failures.append(error)  # walk on through the buckets: the other ranks gather with this one
+            push.failures.append(error)  # keep iterating: other ranks gather buckets together with this one
 
     @property
     def is_whole(self) -> bool:
         return self._channel is not None
 
     def form(self, engines: Sequence[EngineProxy], participants: Participants) -> None:
-        """Have a group of just these engines; those that do not come are excluded, and the group is not whole."""
+        """Form a group of exactly these engines; if some fail to join, exclude them and leave the group incomplete."""
         wanted = list(engines)
         if self._channel is not None and wanted == self.members:
             return
@@ -109,7 +109,7 @@ class WeightGroup:
         self._channel = channel
 
     def broadcast(self, push_id: str, bucket_index: int, flat: Tensor, participants: Participants) -> None:
-        """Let all engines of the group load a bucket; after a failure the group is not whole."""
+        """Broadcast a bucket to all engines of the group for loading; a failure breaks up the group."""
         channel = self._channel
         assert channel is not None, self.name
         requests = start_all(
@@ -131,7 +131,7 @@ class WeightGroup:
             freeing.cancel()
             if not failures:
                 channel.wait(work, timeout_s)
-        except WeightSyncError as error:  # ours; which of the engines is to blame is seen when they leave
+        except WeightSyncError as error:  # from the trainer's side; leaving shows which engine is to blame
             channel.abandon()
             is_broken = True
             failures = failures or wait_together(requests, timeout_s)
@@ -143,10 +143,10 @@ class WeightGroup:
             self.members = []
 
     def _blame(self, failures: dict[int, BaseException], participants: Participants, what: str) -> None:
-        """Exclude those that broke the group.
+        """Exclude the engines that broke the group.
 
-        An engine that does not even leave it is dead or hangs.  Otherwise those with their own error are to
-        blame, and when all errors come from the group itself, the one whose error came first.
+        An engine that does not even leave the group is dead or hangs.  Otherwise the engines with errors other than
+        the group's are to blame; if all errors come from the group, the engine whose error came first.
         """
         before, clock = len(participants.reasons), participants.clock
         leaving = start_all(self.members, lambda engine: engine.run(verbs.leave_weight_group, self.name))
@@ -160,7 +160,7 @@ class WeightGroup:
             participants.exclude(index, f"{reason_of(failures[index])} (while {what})")
 
     def leave(self, participants: Participants | None = None) -> None:
-        """Leave the group, if there is one; within a push, engines that are not in it (any more) are not told."""
+        """Leave the group, if any.  During a push, engines that are excluded from it are not asked to leave."""
         if self._channel is None:
             return
         channel, self._channel = self._channel, None
@@ -171,7 +171,7 @@ class WeightGroup:
 
 
 class DistributedCarrier(Carrier):
-    """Every engine through the process group of each pipeline stage (NCCL; gloo on a CPU)."""
+    """Reaches every engine through one process group per pipeline stage (NCCL; gloo on a CPU)."""
 
     by_stage = True
 
@@ -180,7 +180,7 @@ class DistributedCarrier(Carrier):
         self._group = WeightGroup(f"slime-pp_{ranks.stage}")
 
     def connect(self, engines: Sequence[EngineProxy]) -> bool:
-        """Do nothing: the groups form at the next push; the sources keep the engines that stay."""
+        """Note the engines on the stage's source; its group forms at the next push.  Slices may be sent."""
         self._group.engines = list(engines) if self.ranks.is_source else []
         return bool(engines)
 

@@ -1,9 +1,9 @@
-"""The verbs of a push in two phases, run where the engine's actor is (``EngineProxy.run``).
+"""The steps of a two-phase push on the engine's side, run in the engine's actor (``EngineProxy.run``).
 
-A push is ``begin_weight_update``, ``receive_*``, ``acknowledge_weight_update``, ``commit_weight_update``; each verb is
-a message of the same name to our loader inside the server (``weight_receiver``).  ``push_id`` names one attempt at a
-push; what belongs to another attempt is refused.  Between begin and commit the engine holds neither the old nor the
-new weights and must not serve.
+A push is ``begin_weight_update``, ``receive_*``, ``acknowledge_weight_update``, ``commit_weight_update``.  Each step
+sends a message of the same name to slime's loader inside the server (``weight_receiver``).  ``push_id`` identifies one
+attempt at a push; requests of another attempt are refused.  Between begin and commit the engine holds neither the old
+nor the new weights and must not serve.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from slime.ext.fast_push.messages import PUSH_REPORT, encode
 from slime.utils.errors import EngineError, WeightSyncError
 
 REPORT_FIELDS = ("push_id", "needs_manifest", "buckets", "problems", "is_unpacked", "seconds")
-"""Of what the loader answers after each message."""
+"""Fields of the loader's report after each message."""
 SHOWN_PROBLEMS = 20
 
 
 @dataclass
 class LoaderState:
-    """What an engine's actor knows of the push begun last."""
+    """What an engine's actor knows about the push begun last."""
 
     loader: str = RECEIVER
-    """The name under which the server has our loader."""
+    """The name of slime's loader in this server."""
     acknowledged: str | None = None
-    """The push whose last acknowledgement was complete and named no problem."""
+    """Id of the push, if its last acknowledgement was complete and without problems."""
     is_unpacked: bool = False
-    """The model has layers that must be repacked before it serves."""
+    """True if the model has layers that must be repacked before it serves."""
     num_buckets: int = 0
 
 
@@ -48,20 +48,20 @@ def _state(engine: WeightVerbs) -> LoaderState:
 def begin_weight_update(
     engine: WeightVerbs, manifest_id: str, push_id: str, manifest_json: str | None = None, loader: str = RECEIVER
 ) -> list[str] | None:
-    """Prepare for the buckets of a ``Manifest`` and forget any unfinished push.
+    """Prepare for the buckets of a ``Manifest`` and drop any unfinished push.
 
-    The engine checks that it can place every tensor of the manifest and that these fill all its parameters.
+    The engine checks that it can place every tensor of the manifest and that the tensors fill all its parameters.
 
     Args:
         manifest_json: the manifest itself, for an engine that does not know it.
 
     Returns:
-        As ``buckets`` of ``acknowledge_weight_update``: digests of the constant buckets where the engine's memory
-        still holds them from an earlier push, "" for all others; they need not be sent.  None from an engine that does
-        not know the manifest, and must be asked again with it.
+        One digest per bucket, as in ``acknowledge_weight_update``, for constant buckets that the engine's memory still
+        holds from an earlier push, which need not be sent; "" for all others.  None if the engine does not know the
+        manifest and must be called again with it.
 
     Raises:
-        WeightSyncError: its model has no place for a tensor, or a place that no tensor fills.
+        WeightSyncError: the model has no place for a tensor, or a place that no tensor fills.
     """
     state = _state(engine)
     state.loader, state.acknowledged, engine.unfinished_push = loader, None, push_id
@@ -80,9 +80,9 @@ def begin_weight_update(
 
 
 def receive_weight_bucket(engine: WeightVerbs, push_id: str, bucket_index: int, group_name: str) -> None:
-    """Load one flat bucket, which rank 0 of a weight group broadcasts.
+    """Load one flat bucket that rank 0 of a weight group broadcasts.
 
-    ``acknowledge_weight_update`` tells problems with it; one that was loaded before does no harm.
+    Problems are reported by ``acknowledge_weight_update``; loading a bucket twice is harmless.
 
     Args:
         group_name: see ``join_weight_group``.
@@ -95,13 +95,13 @@ def receive_weight_bucket(engine: WeightVerbs, push_id: str, bucket_index: int, 
 
 
 def receive_weight_buckets(engine: WeightVerbs, push_id: str, payloads: Mapping[int, Sequence[str]]) -> None:
-    """Load flat buckets in memory that the engine can map; otherwise as ``receive_weight_bucket``.
+    """Load flat buckets from memory that the engine can map; otherwise like ``receive_weight_bucket``.
 
-    GPU ``k`` begins with the ``k``-th of them, so that not all read the memory of one GPU.
+    GPU ``k`` begins with the ``k``-th bucket (modulo their number), so that not all GPUs read from the same one.
 
     Args:
-        payloads: position in the manifest's buckets -> handles to the flat buffer, one for each of the engine's GPUs;
-            they stay open until the push is acknowledged.
+        payloads: bucket index in the manifest -> handles to the flat buffer, one per GPU of the engine; they stay
+            open until the push is acknowledged.
 
     Raises:
         WeightSyncError: another push was begun since, or none.
@@ -116,19 +116,19 @@ def receive_weight_buckets(engine: WeightVerbs, push_id: str, payloads: Mapping[
 
 
 def receive_weight_folder(engine: WeightVerbs, push_id: str, folder: str) -> None:
-    """Load all buckets of the push from the safetensors files in ``folder``, as the engine's hosts see it."""
+    """Load all buckets of the push from the safetensors files in ``folder``, a path on the engine's hosts."""
     _receive(engine, push_id)
     for index in range(_state(engine).num_buckets):
         _send(engine, "receive_weight_folder", push_id, bucket_index=index, folder=folder)
 
 
 def acknowledge_weight_update(engine: WeightVerbs, push_id: str) -> dict[str, Any]:
-    """Return ``{"push_id", "buckets", "problems", "seconds"}`` for what the engine would serve.
+    """Return ``{"push_id", "buckets", "problems", "seconds"}`` for the weights that the engine holds.
 
-    ``buckets``: digest of each bucket of the manifest as 16 hexadecimal digits (``slime.weights.digest``: ``combine``
-    over the digests of its slices, in the manifest's order), "" for one that did not arrive.  ``problems``: what keeps
-    the engine from serving these weights, one sentence each, over all its ranks.  ``seconds``: of its slowest rank's
-    device, by part: "copy" from other GPUs, "digest", "place".
+    ``buckets``: each bucket's digest as 16 hexadecimal digits (``slime.weights.digest``: ``combine`` over the digests
+    of its slices, in the manifest's order), "" for a bucket that did not arrive.  ``problems``: one sentence for each
+    thing that keeps the engine from serving these weights, over all ranks.  ``seconds``: device time of the slowest
+    rank by part: "copy" from other GPUs, "digest", "place".
     """
     _require_push(engine, push_id)
     if engine.node_rank != 0:
@@ -136,7 +136,7 @@ def acknowledge_weight_update(engine: WeightVerbs, push_id: str) -> dict[str, An
     report = _ask(engine, "acknowledge_weight_update", push_id)
     if report["push_id"] != push_id:
         raise WeightSyncError(
-            f"engine {engine.rank} was asked about push {push_id}, but its loader knows {report['push_id']!r}; "
+            f"engine {engine.rank} was asked about push {push_id}, but its loader has {report['push_id']!r}; "
             "was its server restarted? Begin the push again"
         )
     state = _state(engine)
@@ -147,12 +147,12 @@ def acknowledge_weight_update(engine: WeightVerbs, push_id: str) -> dict[str, An
 
 
 def commit_weight_update(engine: WeightVerbs, push_id: str, weight_version: str) -> None:
-    """Call the weights of a complete and acknowledged push ``weight_version``.
+    """Set the engine's version to ``weight_version`` after a complete and acknowledged push.
 
-    The loader repacks what SGLang repacks after a load.
+    First, the loader repacks the layers that SGLang repacks after a load.
 
     Raises:
-        WeightSyncError: it is not complete and acknowledged, or cannot be repacked; the version stays what it was.
+        WeightSyncError: the push is not complete and acknowledged, or repacking fails; the version is unchanged.
     """
     _require_push(engine, push_id)
     state = _state(engine)
@@ -179,7 +179,7 @@ def join_weight_group(
     backend: str,
     loader: str = RECEIVER,
 ) -> None:
-    """Join a ``slime.ext.fast_push.channel.WeightChannel`` as ranks ``rank_offset ...``; return when all have joined.
+    """Join a ``slime.ext.fast_push.channel.WeightChannel`` as ranks ``rank_offset`` and up, and wait for all members.
 
     Raises:
         WeightSyncError: not all joined within ``--weight-update-timeout-s``.
@@ -199,16 +199,16 @@ def join_weight_group(
 
 
 def leave_weight_group(engine: WeightVerbs, group_name: str) -> None:
-    """Leave the group; one that the engine does not know is no error."""
+    """Leave the group; not an error if the engine does not know it."""
     if engine.node_rank == 0:
         _ask(engine, "leave_weight_group", None, group_name=group_name)
 
 
 def run_weight_check(engine: WeightVerbs, loader: str, text: str) -> None:
-    """Let a loader check the weights on every GPU.
+    """Run a loader that checks the weights on every GPU.
 
     Raises:
-        WeightSyncError: it found problems; the message has them.
+        WeightSyncError: it found problems; the message lists them.
     """
     request = {"serialized_named_tensors": [text] * engine.tp_size, "load_format": loader, "flush_cache": False}
     engine.post("/update_weights_from_tensor", request)
@@ -220,7 +220,7 @@ def run_weight_check(engine: WeightVerbs, loader: str, text: str) -> None:
 
 
 def shown(problems: Sequence[str]) -> str:
-    """Return the first problems, one a line."""
+    """Return the first problems, one per line."""
     more = [f"and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
     return "\n  ".join([*problems[:SHOWN_PROBLEMS], *more])
 
@@ -238,7 +238,7 @@ def _send(
     by_gpu: Sequence[Mapping[str, Any]] | None = None,
     **content: Any,
 ) -> None:
-    """Send a message to the loader on every rank; each finds its own part of ``by_gpu`` in it."""
+    """Send a message to the loader on every rank, with each rank's own part of ``by_gpu``."""
     timeout_s = engine.args.weight_update_timeout_s
     message = {"verb": verb, "push_id": push_id, "id": uuid.uuid4().hex, "timeout_s": timeout_s, **content}
     texts = (
@@ -249,7 +249,7 @@ def _send(
 
 
 def _ask(engine: WeightVerbs, verb: str, push_id: str | None, **content: Any) -> dict[str, Any]:
-    """Send a message, and return the engine's state after it."""
+    """Send a message and return the loader's report after it."""
     _send(engine, verb, push_id, **content)
     answer = engine.post("/get_weights_by_name", {"name": PUSH_REPORT})
     try:
@@ -257,7 +257,7 @@ def _ask(engine: WeightVerbs, verb: str, push_id: str | None, **content: Any) ->
         return {name: report[name] for name in REPORT_FIELDS}
     except (ValueError, TypeError, IndexError, KeyError) as error:
         raise EngineError(
-            f"engine {engine.rank} answered {verb} with {str(answer)[:200]!r}, which is no report of its loader"
+            f"engine {engine.rank} answered {verb} with {str(answer)[:200]!r}, which is not a report of its loader"
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""The choice between the verified and the plain push, and what engines of the verified one are started with.
+"""Flags that choose between the verified and the plain push, and how engines start for the verified one.
 
-Weights over a disk: ``disk.flags``.
+For pushes over a disk see ``disk.flags``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ PLUGIN = "slime.ext.fast_push.sglang_plugin.register"
 
 def add_fast_push_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verified push group to ``parser``."""
-    group = parser.add_argument_group("verified push", "What engines prove of the weights that they are sent.")
+    group = parser.add_argument_group(
+        "verified push", "Whether engines prove that they hold the weights sent to them."
+    )
     group.add_argument(
         "--weight-push",
         choices=["verified", "plain"],
         default="verified",
-        help="verified: engines prove that they hold what was sent, and one that fails is left out. plain: whole "
-        "tensors through SGLang's own endpoints; nothing is compared, and one that fails fails the push.",
+        help="verified: engines prove that they hold what was sent, and one that fails is excluded. plain: whole "
+        "tensors through SGLang's own endpoints; nothing is compared, and an engine's failure fails the push.",
     )
 
 
@@ -35,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def derive_fast_push(args: Namespace) -> None:
-    """Have engines start with the loaders that a verified push asks."""
+    """Make engines start with the loaders that a verified push needs."""
     if args.weight_push == "verified":
         args.weight_loaders = [*WEIGHT_LOADERS]
         args.engine_plugins.append([PLUGIN])
@@ -48,7 +50,7 @@ GROUP = FlagGroup(
     needs=OVER_DISK.needs,
     excludes=(
         ("weight_push=plain", "check_weight_update_equal", "it compares nothing; use --weight-push verified"),
-        ("weight_push=plain", "weight_push_failure=drop", "it leaves no engine out; use refill, stop, or verified"),
+        ("weight_push=plain", "weight_push_failure=drop", "it excludes no engine; use refill, stop, or verified"),
         *OVER_DISK.excludes,
     ),
 )

@@ -1,7 +1,7 @@
-"""Buckets of whole tensors, each of which is gathered: right for every model and layout.
+"""Buckets of whole, gathered tensors; works for every model and layout.
 
-``shard_buckets`` is the fast way.  A source of buckets says once, in its manifest, what it will send, and fills the
-buckets again for every push.
+``shard_buckets`` is faster.  A bucket source describes once, in its manifest, what it will send, and refills the
+buckets for every push.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ class _Others:
 
 @dataclass(frozen=True)
 class _Walk:
-    """A walk over some of the parameters, whose tensors have their own buckets."""
+    """One pass over some of the parameters, whose tensors have separate buckets."""
 
     only: Container[str] | None
     turn: range
-    """Buckets of this rank's stage."""
+    """Indices of the buckets of this rank's stage."""
     names: frozenset[str]
-    """HF tensors of this rank's stage."""
+    """HF names of the tensors of this rank's stage."""
     is_constant: bool
 
 
 class GatheredBuckets:
-    """Whole tensors, gathered, converted and quantised one after the other, then laid into flat buffers.
+    """Whole tensors, gathered, converted and quantized one at a time, then packed into flat buffers.
 
-    With ``across_stages`` every rank has every bucket; otherwise the ranks of each pipeline stage have that stage's.
-    The constant ones come last.
+    With ``across_stages`` every rank has every bucket; otherwise the ranks of a pipeline stage have that stage's
+    buckets.  Constant buckets come last.
 
     Args:
         weights: what to send; a tensor larger than ``bucket_bytes`` gets its own bucket.
-        across_stages: all ranks get the tensors of all pipeline stages.
+        across_stages: True if all ranks get the tensors of all pipeline stages.
         only: names of the parameters to send (``Shard.name``), the same on all ranks; None for all.
     """
 
@@ -99,16 +99,16 @@ class GatheredBuckets:
         self._manifest = Manifest(tuple(tensors), tuple(buckets))
         own = [buckets[index].num_bytes for walk in self._walks for index in walk.turn]
         self.buffer_bytes = max(own, default=0)
-        """Of the largest bucket of this rank."""
+        """Size of this rank's largest bucket."""
         self._buffer: Tensor | None = None
 
     @property
     def manifest(self) -> Manifest:
-        """As the protocol says."""
+        """See ``BucketSource.manifest``."""
         return self._manifest
 
     def _planned(self, headers: list[Header]) -> Iterator[list[Header]]:
-        """Yield the tensors in the form they are sent in, in groups that stay in one bucket."""
+        """Yield headers of the tensors as sent, in groups that must share a bucket."""
         for unit in iter_units(((name, (name, shape, dtype)) for name, shape, dtype in headers), self._together):
             yield [output for _, header in unit for output in self._outputs(header)]
 
@@ -122,10 +122,11 @@ class GatheredBuckets:
     def iter_buckets(
         self, buffer: Tensor | None = None, *, with_constants: bool = True
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield index and bytes of buckets; collective over the stage, or with ``across_stages`` over all ranks.
+        """Yield (index, flat buffer) of buckets; collective over the stage, or with ``across_stages`` over all ranks.
 
         Args:
-            buffer: memory of at least :attr:`buffer_bytes` for all of them; by default its own, which stays.
+            buffer: memory of at least :attr:`buffer_bytes` for all buckets; by default one that this object keeps.
+            with_constants: whether to include the constant buckets.
         """
         if buffer is None:
             if self._buffer is None:
@@ -154,7 +155,7 @@ class GatheredBuckets:
             yield index, flat
 
     def _tensors(self, walk: _Walk) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and value of the tensors of a walk, in the order of the plan."""
+        """Yield name and value of a walk's tensors, in planned order."""
         whole = self._weights.whole_tensors(across_stages=self._across_stages, only=walk.only)
         wanted = ((name, tensor) for name, tensor in whole if name in walk.names)
         for unit in iter_units(wanted, self._together):
@@ -164,16 +165,16 @@ class GatheredBuckets:
     def _check_full(self, index: int, missing: dict[str, BucketSlice]) -> None:
         if missing:
             raise WeightSyncError(
-                f"bucket {index} shall hold {next(iter(missing))}, which is missing; the model's parameters have "
+                f"bucket {index} should hold {next(iter(missing))}, which is missing; the model's parameters have "
                 "changed since its first push"
             )
 
 
 def _lay(buffer: Tensor, part: BucketSlice | None, entry: TensorEntry | None, name: str, tensor: Tensor) -> None:
-    """Copy a tensor to its place.
+    """Copy a tensor to its place in the bucket.
 
     Raises:
-        WeightSyncError: the manifest has another tensor there.
+        WeightSyncError: the manifest has a different tensor there.
     """
     if part is None or entry is None or (tuple(tensor.shape), dtype_name(tensor.dtype)) != (entry.shape, entry.dtype):
         planned = "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
@@ -189,10 +190,10 @@ def _lay(buffer: Tensor, part: BucketSlice | None, entry: TensorEntry | None, na
 def plan_buckets(
     units: Iterable[list[tuple[str, tuple[int, ...], torch.dtype]]], bucket_bytes: int
 ) -> tuple[list[TensorEntry], list[BucketEntry]]:
-    """Lay whole tensors into flat buckets of at most ``bucket_bytes``; a larger unit gets its own bucket.
+    """Pack whole tensors into flat buckets of at most ``bucket_bytes``; a larger unit gets its own bucket.
 
     Args:
-        units: name, shape and dtype of tensors; a unit is never parted.
+        units: name, shape and dtype of tensors; a unit is never split over buckets.
         bucket_bytes: the limit; ``--update-weight-buffer-size``.
 
     Raises:
@@ -223,9 +224,9 @@ def plan_buckets(
 
 
 def hf_headers(weights: SentWeights, *, only: Container[str] | None = None) -> list[list[Header]]:
-    """Return HF name, whole shape and dtype of the tensors of every pipeline stage, the same on all ranks.
+    """Return, for every pipeline stage, HF name, whole shape and dtype of its tensors; equal on all ranks.
 
-    In the order of ``SentWeights.whole_tensors``, without moving a tensor.  A tensor that several stages hold (a tied
+    The order is that of ``SentWeights.whole_tensors``; no tensor is moved.  A tensor that several stages hold (a tied
     embedding) is listed by the first of them.  Collective over the pipeline.
 
     Raises:
@@ -248,23 +249,23 @@ def hf_headers(weights: SentWeights, *, only: Container[str] | None = None) -> l
 def _megatron_headers(
     model: Sequence[torch.nn.Module], dtype: torch.dtype | None, only: Container[str] | None
 ) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Return global name, whole shape and dtype of this stage's parameters, those of all expert ranks included."""
+    """Yield global name, whole shape and dtype of this stage's parameters, including those of all expert ranks."""
     num_experts = unwrap_model(model[0]).config.num_moe_experts
     seen: set[str] = set()
     for shard in iter_shards(model):
         if only is not None and shard.name not in only:
             continue
         for name in names_on_all_ranks(shard, num_experts):
-            if name not in seen:  # chunks may share a parameter: the first one's counts
+            if name not in seen:  # chunks may share a parameter; the first counts
                 seen.add(name)
                 yield name, tuple(whole_shape(shard)), sent_dtype(shard, dtype)
 
 
 def named_views(flat: Tensor, entry: BucketEntry, manifest: Manifest) -> NamedTensors:
-    """Return the tensors of a bucket, as views of its buffer.
+    """Return a bucket's tensors as views of its buffer.
 
     Raises:
-        WeightSyncError: the bucket holds a slice of a tensor.
+        WeightSyncError: the bucket holds only a slice of some tensor.
     """
     tensors: NamedTensors = []
     for part in entry.slices:
@@ -272,7 +273,7 @@ def named_views(flat: Tensor, entry: BucketEntry, manifest: Manifest) -> NamedTe
         if part.slice.sizes != whole.shape:
             raise WeightSyncError(
                 f"a bucket holds {list(part.slice.sizes)} of {part.name}, whose shape is {list(whole.shape)}; "
-                "only our own loader takes slices"
+                "only slime's loader takes slices"
             )
         data = flat[part.offset : part.offset + whole.num_bytes]
         tensors.append((part.name, data.view(whole.torch_dtype).view(whole.shape)))

@@ -1,4 +1,4 @@
-"""The bytes of buckets as they come into a process of an engine: mapped, by broadcast, or from a folder."""
+"""How an engine process obtains the bytes of buckets: by mapping, by broadcast, or from a folder."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from slime.weights.stored_tensors import STORED_DTYPES, StoredTensor, read_layou
 
 
 class IncomingBytes:
-    """What one process needs to get at the bytes of a bucket, kept from push to push where it can be."""
+    """One process's access to bucket bytes; mappings, groups and memory are reused across pushes where possible."""
 
     def __init__(self) -> None:
         self._mapped: dict[str, Tensor] = {}
-        """Buffers of the trainer, by their handles."""
+        """Handle -> mapped buffer of the trainer."""
         self._used: set[str] = set()
-        """Handles of the push under way."""
+        """Handles used in the current push."""
         self._folder: tuple[str, str] | None = None
-        """The push, and the folder that it is read from."""
+        """The push id and the folder that the push is read from."""
         self._layout: dict[str, StoredTensor] = {}
-        """The places of the folder's tensors."""
+        """Locations of the folder's tensors."""
         self._channels: dict[str, WeightChannel] = {}
         self._room: Tensor | None = None
-        """For bytes that do not lie on this device: broadcasts, and buffers of other trainer ranks."""
+        """Device memory for bytes from elsewhere: broadcasts, and buffers of other trainer ranks."""
 
     def begin(self) -> None:
         self._used = set()
 
     def release(self) -> None:
-        """Let go of the buffers that the push did not use, and of memory that the KV cache may want."""
-        # Shared memory is kept: torch ends the process that drops it when the trainer that made it is dead.
+        """Release buffers that the push did not use, and memory that the KV cache may need."""
+        # Shared memory is kept: if the trainer that made it is dead, torch ends the process that drops it.
         self._mapped = {k: flat for k, flat in self._mapped.items() if k in self._used or flat.device.type == "cpu"}
         if not self._channels:
             self._room = None
@@ -47,8 +47,8 @@ class IncomingBytes:
         if handle not in self._mapped:
             flat = MultiprocessingSerializer.deserialize(handle)
             if flat.device.type == "cpu":
-                # Opening shared memory uses up the handle's own count of users, but other ranks and engines open the
-                # same handle: give it back, so that the memory stays until the trainer lets go of it.
+                # Opening shared memory consumes the handle's reference, but other ranks and engines open the same
+                # handle.  Restore the reference, so that the memory stays until the trainer releases it.
                 flat.untyped_storage()._shared_incref()
             self._mapped[handle] = flat
         self._used.add(handle)
@@ -57,9 +57,9 @@ class IncomingBytes:
     def copy(
         self, flat: Tensor, ranges: Iterable[tuple[int, int]], manifest: Manifest, device: torch.device
     ) -> Tensor:
-        """Return a copy on ``device`` of ranges of the bytes of a bucket.
+        """Copy byte ranges of a bucket to ``device``.
 
-        Memory of another process on another GPU can be copied from; kernels of this GPU cannot read it.
+        Needed because memory of another process on another GPU can be copied, but not read by this GPU's kernels.
         """
         own = self._room_for(flat.numel(), manifest, device)
         for begin, end in ranges:
@@ -70,7 +70,7 @@ class IncomingBytes:
         self, group_name: str, bucket: BucketEntry, manifest: Manifest, device: torch.device, timeout_s: float
     ) -> Tensor:
         if group_name not in self._channels:
-            raise WeightSyncError(f"this engine is in no weight group {group_name!r}; call join_weight_group first")
+            raise WeightSyncError(f"this engine is not in weight group {group_name!r}; call join_weight_group first")
         flat = self._room_for(bucket.num_bytes, manifest, device)
         self._channels[group_name].broadcast(flat, timeout_s)
         return flat
@@ -78,7 +78,7 @@ class IncomingBytes:
     def read(
         self, push_id: str, folder: str, bucket: BucketEntry, manifest: Manifest, positions: Iterable[int]
     ) -> Tensor:
-        """Return a bucket with the slices at some positions, on the host, from the safetensors files in ``folder``."""
+        """Read the slices at ``positions`` of a bucket from the safetensors files in ``folder`` into host memory."""
         if self._folder != (push_id, folder):
             self._folder, self._layout = (push_id, folder), read_layout(folder)
         return read_bucket(self._layout, bucket, manifest, positions)
@@ -95,12 +95,12 @@ class IncomingBytes:
         )
 
     def abandon(self, name: str) -> None:
-        """Have nobody wait in a group for this rank."""
+        """Abandon a group, so that no member waits for this rank."""
         if name in self._channels:
             self._channels[name].abandon()
 
     def leave(self, name: str) -> None:
-        """Leave a weight group; one that is not known is no error."""
+        """Leave a weight group; not an error if it is unknown."""
         channel = self._channels.pop(name, None)
         if channel is not None:
             channel.leave()
@@ -117,13 +117,13 @@ class IncomingBytes:
 def read_bucket(
     layout: Mapping[str, StoredTensor], bucket: BucketEntry, manifest: Manifest, positions: Iterable[int]
 ) -> Tensor:
-    """Return the bucket with the bytes of some slices, on the host, in pinned memory on a machine with a GPU.
+    """Return a host buffer of the bucket with the slices at ``positions`` filled in; pinned if there is a GPU.
 
     Args:
-        layout: what ``read_layout`` found in the folder of the version.
+        layout: the result of ``read_layout`` for the version's folder.
 
     Raises:
-        WeightSyncError: the folder has another tensor under a name, or none; a file has become shorter.
+        WeightSyncError: the folder has no tensor, or a different one, under a name; or a file was truncated.
     """
     flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     view = flat.numpy().data
@@ -132,7 +132,7 @@ def read_bucket(
         stored = layout.get(part.name)
         if stored is None or (stored.dtype, stored.shape) != (STORED_DTYPES.get(entry.dtype), entry.shape):
             found = "nothing" if stored is None else f"{stored.dtype} {list(stored.shape)} in {stored.file}"
-            raise WeightSyncError(f"{part.name} should be {entry.dtype} {list(entry.shape)}, and on disk is {found}")
+            raise WeightSyncError(f"{part.name} should be {entry.dtype} {list(entry.shape)}, but on disk is {found}")
         _read_into(stored, view[part.offset : part.offset + entry.num_bytes])
     return flat
 

@@ -1,4 +1,4 @@
-"""The copies that load a bucket, found by a trace of the model's own ``load_weights``, and what no tensor would fill.
+"""Plans the copies that load a bucket, from a trace of the model's ``load_weights``, and finds unfilled parameters.
 
 From the trace (``load_trace``) fused qkv and gate/up, stacked experts and tensor-parallel slices are known for any
 model family, without a word about it here.
@@ -41,24 +41,25 @@ Fingerprint = tuple[tuple[str, int, tuple[int, ...], tuple[int, ...], torch.dtyp
 
 @dataclass(frozen=True)
 class PlannedItem:
-    """One copy of a bucket into the model."""
+    """One copy from a bucket into the model."""
 
     name: str
-    """Of the HF tensor that it brings."""
+    """Name of the HF tensor that is copied."""
     position: int
-    """Of the slice that it reads, in the bucket."""
+    """Position in the bucket of the slice that it reads."""
     item: CopyItem
 
 
 class LoadPlan:
-    """The copies by which one model object loads the tensors of one manifest.
+    """The copies that load one manifest's tensors into one model object.
 
-    Invariant: an element of a parameter is written by at most one copy, except for tensors named in :attr:`problems`.
-    The plan points into the parameters' memory and is void when that moves; see :meth:`fits`.
+    Invariant: at most one copy writes an element of a parameter, except for parameters named in :attr:`problems`.
+    The plan points into the parameters' memory and is invalid once that moves; see :meth:`fits`.
 
     Args:
-        model: with a ``load_weights``; its parameters are not changed.
-        trace: of its loader on them; None has it run.
+        model: has a ``load_weights``; its parameters are not changed.
+        manifest: the tensors and buckets to load.
+        trace: a trace of the model's loader on these tensors; None to make one.
     """
 
     def __init__(self, model: nn.Module, manifest: Manifest, trace: LoadTrace | None = None) -> None:
@@ -67,16 +68,16 @@ class LoadPlan:
         entries = entries_to_load(manifest)
         self.trace = trace = trace or trace_by_layers(model, entries)
         self.is_distrusted = False
-        """The model's own loader did otherwise for some tensor."""
+        """True if the model's own loader disagreed with the plan on some tensor."""
         self.fills = trace.fills
         self.writes: dict[str, list[Write]] = {}
         self.stock: dict[str, str] = {}
-        """Tensors that the model must load by itself, with the reason."""
+        """Tensor that the model's own loader must load -> reason."""
         self.groups = _joined(trace.partners)
-        """Tensor to all tensors, itself included, that the model loads together with it."""
+        """Tensor -> all tensors, itself included, that the model loads together."""
         self.is_traced = not trace.unknown
         if trace.unknown:
-            logger.warning("every push to this engine goes through its model's own loader: %s", trace.unknown)
+            logger.warning("every push to this engine will use its model's own loader: %s", trace.unknown)
             self.stock = dict.fromkeys(manifest.by_name, trace.unknown)
             self.fills = []
         else:
@@ -89,20 +90,20 @@ class LoadPlan:
         self._leave_what_slices_do_not_make()
         taken = self.writes.keys() | self.groups.keys() | self.stock.keys() | trace.failures.keys()
         self.unused = frozenset(manifest.by_name) - taken
-        """Tensors that this model leaves out: experts and layers of other ranks, another model's part."""
+        """Tensors that this model does not load: experts and layers of other ranks, or parts of another model."""
         shapes = {entry.name: list(entry.shape) for entry in entries}
         self.problems = [
             f"{name} {shapes[name]} does not fit the engine's model: {reason}"
             for name, reason in trace.failures.items()
         ]
         self.unwritten: dict[str, str] = {}
-        """Parameters that no tensor of the manifest fills, nor one that is kept; with how much of them."""
+        """Parameter that no pushed or kept tensor fills completely -> sentence that says how much is missing."""
         self.unaccounted: frozenset[str] = frozenset()
-        """Parameters that only a look at them after the load can tell to be filled."""
+        """Parameters that can be checked only after the load, by looking for elements that were not written."""
         self.written_memory = frozenset(write.target.untyped_storage().data_ptr() for write in trace.writes)
-        """Addresses of the storages that the plan writes to."""
+        """Addresses of storages that the plan writes to."""
         self.untraced_parameters: frozenset[str] | None = None
-        """Parameters that :attr:`stock` tensors may go to; None when that can be any."""
+        """Parameters that :attr:`stock` tensors may go to; None if any."""
         if self.is_traced:
             doubled, self.unwritten = _coverage(model, trace)
             self.problems += doubled
@@ -118,7 +119,7 @@ class LoadPlan:
             self.unaccounted, self.unwritten = frozenset(self.unwritten), {}
 
     def _leave_sources_of_derived(self, trace: LoadTrace) -> None:
-        """Leave out tensors from which a loader derives other weights, of a model that has no way to do only that."""
+        """Leave to the model tensors from which its loader derives other weights, if it cannot rederive them alone."""
         sources = [
             name
             for name, writes in self.writes.items()
@@ -127,22 +128,22 @@ class LoadPlan:
         self._leave(sources, "the model's loader derives other weights from it")
 
     def _leave_what_slices_do_not_make(self) -> None:
-        """Leave out tensors that come in slices, and of which the loader takes what is no slice."""
+        """Leave to the model tensors that arrive in slices if its loader reads parts that are not slices."""
         shapes = {name: entry.shape for name, entry in self.manifest.by_name.items()}
         parts = [part for bucket in self.manifest.buckets for part in bucket.slices]
         for name in {part.name for part in parts if part.slice.sizes != shapes[part.name]}:
             if not all(_reads_slices(write.copy, shapes[name]) for write in self.writes.get(name, ())):
-                self._leave([name], "the model's loader takes what is no slice of it")
+                self._leave([name], "the model's loader reads parts of it that are not slices")
 
     def _leave(self, names: Iterable[str], reason: str) -> None:
-        """Let the model load these tensors, and all that go with them, by itself."""
+        """Let the model's own loader load these tensors and their groups."""
         for name in names:
             for member in self.groups.get(name, {name}):
                 self.writes.pop(member, None)
                 self.stock.setdefault(member, reason)
 
     def constant_memory(self) -> list[Tensor] | None:
-        """Return the bytes of the storages that constant buckets are loaded to."""
+        """Return, as uint8 views, the storages that constant buckets are loaded to; None if that is not exact."""
         buckets = self.manifest.buckets
         names = {part.name for index in self.manifest.constants for part in buckets[index].slices}
         if not names:
@@ -165,12 +166,12 @@ class LoadPlan:
         return self._fingerprint == fingerprint(model)
 
     def distrust(self, names: Iterable[str], reason: str) -> None:
-        """Let the model load these tensors, and all that go with them, by itself from now on."""
+        """Let the model's own loader load these tensors and their groups in future pushes."""
         self._leave(names, reason)
         self.untraced_parameters, self.is_distrusted = None, True
 
     def items(self, bucket: BucketEntry, names: Collection[str] | None = None) -> list[PlannedItem]:
-        """Return the copies that load a bucket, or only some of its tensors."""
+        """Return the copies that load a bucket, or only the tensors in ``names``."""
         found = []
         for position, part in enumerate(bucket.slices):
             if names is not None and part.name not in names:
@@ -191,7 +192,7 @@ class LoadPlan:
 
 
 def entries_to_load(manifest: Manifest) -> list[TensorEntry]:
-    """Return the tensors of a push, and those that it keeps, that a loader is asked to place."""
+    """Return the pushed and kept tensors that a loader should place."""
     return [entry for entry in (*manifest.tensors, *manifest.kept) if not is_description(entry.name)]
 
 
@@ -201,7 +202,7 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 
 _merged = functools.lru_cache(1 << 14)(merged)
-"""Experts and layers are alike: a few hundred copies load tens of thousands of tensors."""
+"""Cached, because experts and layers are alike: a few hundred distinct copies load tens of thousands of tensors."""
 
 
 @functools.lru_cache(1 << 14)
@@ -221,7 +222,7 @@ def _item(copy: StridedCopy, write: Write, slice_offset: int) -> CopyItem:
 
 
 def _joined(partners: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
-    """Join sets that share a member; each member points to its set."""
+    """Merge sets that share a member; return member -> its merged set."""
     groups: dict[str, frozenset[str]] = {}
     for names in partners:
         union = names.union(*(groups.get(name, frozenset()) for name in names))
@@ -233,18 +234,19 @@ def _joined(partners: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
 
 
 def is_description(name: str) -> bool:
-    """Return True for what describes packed integers (shape, order of columns): an engine has it from its start.
+    """Return True for descriptions of packed integers (shape, column order), which an engine has from its start.
 
-    The matrices that an engine joins have one shape for all of them, which no kernel reads.
+    Matrices that an engine fuses share one such shape, and no kernel reads it.
     """
     return _DESCRIPTION.search(name) is not None
 
 
 def unread_memory(model: nn.Module) -> list[Tensor]:
-    """Return views of what SGLang makes and never reads; checkpoints may lack it.
+    """Return views of parameters that SGLang creates but never reads; checkpoints may lack them.
 
-    Each layer of sparse attention has an indexer, also one that takes over the keys of the layer before it.  That of
-    a draft is read.  A layer that attends to the keys and values of another has rows for its own behind the queries'.
+    A sparse-attention layer has an indexer even if it reuses the previous layer's keys (except in a draft model, which
+    reads it).  A layer that attends to another layer's keys and values has unused key and value rows after its query
+    rows.
     """
     found: list[Tensor] = []
     module: Any
@@ -256,21 +258,21 @@ def unread_memory(model: nn.Module) -> list[Tensor]:
             part = module.q_size / (module.q_size + 2 * module.kv_size)
             found += (parameter.detach() for parameter in module.k_norm.parameters())
             for parameter in module.qkv_proj.parameters():
-                dim = getattr(parameter, "output_dim", 0)  # block scales have a row for each block
+                dim = getattr(parameter, "output_dim", 0)  # block scales have one row per block
                 first = math.ceil(parameter.size(dim) * part)
                 found.append(parameter.detach().narrow(dim, first, parameter.size(dim) - first))
     return found
 
 
 def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, str]]:
-    """Return elements written more than once, a sentence a parameter, and parameters with unwritten elements."""
+    """Return one sentence per parameter with elements written twice, and parameter -> sentence for unwritten ones."""
     by_memory: dict[int, list[Write]] = {}
     for write in trace.writes:
         by_memory.setdefault(write.target.untyped_storage().data_ptr(), []).append(write)
     filled = [fill.target for fill in trace.fills]
     excused = [*filled, *trace.opaque_targets, *unread_memory(model)]
     doubled, unwritten = [], {}
-    counts: dict[Any, tuple[int, int]] = {}  # layers are alike
+    counts: dict[Any, tuple[int, int]] = {}  # cached, because layers are alike
     for name, parameter in model.named_parameters():
         if not parameter.numel():
             continue
@@ -295,7 +297,7 @@ def _coverage(model: nn.Module, trace: LoadTrace) -> tuple[list[str], dict[str, 
 
 
 def _count(parameter: Tensor, writes: Sequence[Write], excused: Sequence[Tensor]) -> tuple[int, int]:
-    """Count the elements of a parameter that nothing writes, and those that are written more than once."""
+    """Return how many elements of a parameter nothing writes, and how many are written more than once."""
     whole = StridedSlice.whole(parameter.shape, parameter.stride())
     try:
         written = [_slice_of(parameter, write.copy, whole) for write in writes]
@@ -321,7 +323,7 @@ def _slice_of(parameter: Tensor, copy: StridedCopy, whole: StridedSlice) -> Tens
 def _count_cells(
     shape: tuple[int, ...], written: Sequence[TensorSlice], excused: Sequence[TensorSlice]
 ) -> tuple[int, int]:
-    """Count cells: the slices' edges cut the parameter into cells that lie wholly in a slice or outside of it."""
+    """Count by cells: the slices' edges cut the parameter into cells, each entirely inside or outside each slice."""
     cuts: list[list[int]] = []
     for dim, size in enumerate(shape):
         edges = {0, size}
@@ -351,7 +353,7 @@ def _count_cells(
 
 
 def _count_each(parameter: Tensor, copies: Sequence[StridedCopy], excused: Sequence[Tensor]) -> tuple[int, int]:
-    """Count element by element, for what is no slice; one byte of host memory an element."""
+    """Count element by element, for writes that are not slices; takes one byte of host memory per element."""
     span = parameter.untyped_storage().nbytes() // parameter.element_size()
     count = torch.zeros(span, dtype=torch.uint8)
     for copy in copies:

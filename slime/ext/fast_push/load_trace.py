@@ -1,11 +1,11 @@
-"""A trace of a model's own loader: the writes that it would do, recorded without weights.
+"""Traces a model's own loader: records the writes it would do, without weights.
 
 The loader runs once on tensors of the meta device, which have shapes and strides but no memory, while a
 :class:`Follower` watches every operation.
 
-Views of a meta tensor keep their offset and strides, so what arrives at a ``copy_`` into a parameter says by itself
-which elements of which tensor go where.  Copies are recorded and not carried out; concatenations, packed copies and
-casts on the way are followed; what is computed from a tensor in any other way is *opaque*.
+Views of a meta tensor keep their offset and strides, so the source of a ``copy_`` into a parameter tells which
+elements of which tensor go where.  Copies are recorded but not executed; intermediate concatenations, packed copies
+and casts are followed; anything computed from a tensor in another way is *opaque*.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ aten = torch.ops.aten
 
 META = torch.device("meta")
 _COPIES = {aten._to_copy, aten.clone}
-"""Operations whose result has the values of their first argument, perhaps in another dtype."""
+"""Operations that return the values of their first argument, possibly in another dtype."""
 _JOINS = {aten.cat, aten.stack}
 _SHAPES = {aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_empty, aten.new_zeros}
-"""Operations that look at a tensor's shape alone."""
+"""Operations that depend only on a tensor's shape."""
 _READS = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.is_nonzero}
 
 _WITHOUT_VALUES = ("meta", "unallocated storage", "set_data")
-"""Words of torch's errors for tensors without memory."""
+"""Text in torch's errors about tensors without memory."""
 
 
 class UntraceableError(Exception):
-    """The loader asks for the values of a tensor, which a trace has not."""
+    """The loader asks for a tensor's values, which do not exist during a trace."""
 
 
 @dataclass(frozen=True)
@@ -44,72 +44,71 @@ class Write:
     """One ``copy_`` of elements of a tensor into memory of the model."""
 
     name: str
-    """Of the HF tensor that it reads."""
+    """Name of the HF tensor that it reads."""
     target: Tensor
-    """An alias of the memory that is written, from the first element of its storage on; the copy's ``to`` offset and
-    strides count from there."""
+    """A scalar view of the start of the written storage; the copy's ``to`` offset and strides are relative to it."""
     copy: StridedCopy
     source_dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class Fill:
-    """Elements that the loader sets to a constant, such as the padding of a vocabulary."""
+    """Elements that the loader sets to a constant, such as vocabulary padding."""
 
     target: Tensor
     value: Tensor
-    """Of the shape of ``target``, or one element."""
+    """Has the shape of ``target``, or one element."""
 
 
 @dataclass
 class LoadTrace:
-    """The writes that one run of ``load_weights`` would do."""
+    """The writes that ``load_weights`` would do."""
 
     writes: list[Write] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
     opaque: dict[str, str] = field(default_factory=dict)
-    """Tensors that the model must load by itself, with the reason."""
+    """Tensor that only the model's own loader can load -> reason."""
     opaque_targets: list[Tensor] = field(default_factory=list)
-    """Memory that opaque tensors are written to."""
+    """Parameters or buffers that opaque tensors are written to."""
     has_lost_targets: bool = False
-    """An opaque tensor ended its run by an error, so that nobody knows where it goes."""
+    """True if an opaque tensor ended its run with an error, so that its target is unknown."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Tensors that the loader refuses, with its words."""
+    """Tensor that the loader refuses -> its error."""
     partners: list[frozenset[str]] = field(default_factory=list)
-    """Tensors that are loaded together or not at all."""
+    """Sets of tensors that must be loaded together."""
     derived_from: set[int] = field(default_factory=set)
-    """Addresses of the parameters' storages that the loader computes with, to derive something from them."""
+    """Addresses of parameter storages from which the loader derives other values."""
     is_concluded: bool = False
-    """The loader ran on some layers only, and the others are taken to be like them."""
+    """True if the loader ran only on some layers and the others were inferred."""
     unknown: str = ""
-    """Why nothing that the trace says can be relied on; empty when it can."""
+    """Why the whole trace is unreliable; empty if it is reliable."""
 
 
 @dataclass
 class _Source:
-    """Elements of a temporary tensor and where they come from."""
+    """The source of some elements of a temporary tensor."""
 
     name: str
     copy: StridedCopy
-    """From the HF tensor into the temporary one."""
+    """Copy from the HF tensor into the temporary one."""
     dtype: torch.dtype
-    """Of the HF tensor, as it was read."""
+    """dtype of the HF tensor, as it was read."""
 
 
 @dataclass
 class _Origin:
-    """The source of the elements of one storage without memory."""
+    """The sources of the elements of one meta storage."""
 
     name: str = ""
-    """Set when it is an HF tensor itself."""
+    """Name, if the storage is an HF tensor itself."""
     dtype: torch.dtype | None = None
     whole: StridedSlice | None = None
-    """Its layout in memory."""
+    """Its memory layout."""
     parts: list[_Source] = field(default_factory=list)
     opaque: frozenset[str] = frozenset()
-    """Names of the tensors that it was computed from in a way that is not followed."""
+    """Names of tensors that it was computed from in a way that is not followed."""
     made_with: frozenset[str] = frozenset()
-    """Names of tensors that it was made with, of some of which no element is left."""
+    """Names of tensors used to make it, even if none of their elements are left."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -118,16 +117,16 @@ class _Origin:
 
 
 class Follower(TorchDispatchMode):
-    """Follows one run of a loader, operation by operation, and writes what it finds into a trace."""
+    """Follows one run of a loader, operation by operation, and records it in a trace."""
 
     def __init__(self, model: nn.Module, trace: LoadTrace) -> None:
         super().__init__()
         self.trace = trace
         self.names_seen: set[str] = set()
-        """Tensors that arrived somewhere."""
+        """Tensors that were written somewhere."""
         self._origins: dict[int, _Origin] = {}
         self._alive: list[Any] = []
-        """Storages whose addresses are keys above; a freed one could return as another's."""
+        """Keeps storages alive whose addresses are keys of ``_origins``: a freed address could be reused."""
         self._buffers = {_storage(tensor) for tensor in model.buffers()}
         self._owned = self._buffers | {_storage(tensor) for tensor in model.parameters()}
 
@@ -162,17 +161,17 @@ class Follower(TorchDispatchMode):
     # --- memory of the model --------------------------------------------------------------------------------------
 
     def _on_model_memory(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Carry out an operation without stand-ins, unless it would change a parameter."""
+        """Execute an operation that has no meta tensors, unless it would change a parameter."""
         names, packet = self._names(tensors), func.overloadpacket
         out = kwargs.get("out")
         if isinstance(out, Tensor) and not names and _storage(out) in self._buffers:
-            # Something kept beside a parameter, such as 1 + weight; whoever writes the parameter must renew it.
+            # A buffer derived from a parameter, such as 1 + weight; whoever writes the parameter must recompute it.
             self._note_derived([tensor for tensor in tensors if tensor is not out])
             return out
         if func._schema.is_mutable and args and isinstance(args[0], Tensor):
             target = args[0]
             if names:
-                self._write_opaque(target, names, "it goes through memory that is no parameter")
+                self._write_opaque(target, names, "it passes through memory that is not a parameter")
                 return target
             if _storage(target) in self._owned:
                 self._fill(packet, target, args)
@@ -223,7 +222,7 @@ class Follower(TorchDispatchMode):
             self._write_opaque(target, origin.names, "it is computed from the tensor's values")
             return target
         if _storage(target) not in self._owned:
-            self._write_opaque(target, origin.names, "it goes into memory that is no parameter")
+            self._write_opaque(target, origin.names, "it is written to memory that is not a parameter")
             return target
         base = target.detach().as_strided((), (), 0)
         for part in parts:
@@ -254,17 +253,17 @@ class Follower(TorchDispatchMode):
     def _parts(
         self, origin: _Origin, copy: StridedCopy, source: Tensor, target_dtype: torch.dtype
     ) -> list[_Source] | None:
-        """Return the copy as copies from HF tensors; None when that is not possible."""
+        """Express the copy as copies from HF tensors; None if that is impossible."""
         if origin.opaque or origin.whole is None or origin.dtype is None:
             return None
         if source.dtype.itemsize != origin.dtype.itemsize:
-            return None  # a view as numbers of another width
+            return None  # reinterpreted with another element width
         if origin.name:
             return [_Source(origin.name, copy, source.dtype)]
         parts, count = [], 0
         for part in origin.parts:
             if source.dtype != origin.dtype and part.dtype != origin.dtype:
-                return None  # the bits of cast values
+                return None  # reinterprets the bits of cast values
             if source.dtype == origin.dtype and not _casts_alike(part.dtype, source.dtype, target_dtype):
                 return None
             try:
@@ -286,7 +285,7 @@ class Follower(TorchDispatchMode):
             self._remember(target, _Origin("", target.dtype, whole, parts, made_with=origin.names))
 
     def _follow_copy(self, result: Tensor, source: Tensor) -> None:
-        if source.device != META:  # a copy of real numbers, for a device that is meta here
+        if source.device != META:  # copies real values to a device that is meta during the trace
             self._mark_opaque([result], [source])
         elif _storage(result) != _storage(source):
             self._fill_temporary(result, _whole_copy(result, source), self._origin_of(source), source)
@@ -338,7 +337,7 @@ def _fresh(result: Any, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """Return the tensors among arguments or results; operators nest them in lists at most, so no slow pytree."""
+    """Return the tensors among arguments or results; operators nest only lists, so the slow pytree is not needed."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
@@ -368,7 +367,7 @@ def _whole_copy(target: Tensor, source: Tensor) -> StridedCopy:
 
 
 def _casts_alike(first: torch.dtype, middle: torch.dtype, last: torch.dtype) -> bool:
-    """Return True when a cast by way of ``middle`` gives the same numbers as a direct one."""
+    """Return True if casting by way of ``middle`` gives the same values as a direct cast."""
     return first == middle or middle == last or _holds_all_of(middle, first)
 
 
@@ -383,9 +382,9 @@ def _holds_all_of(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 
 def trace_load(model: nn.Module, entries: Iterable[TensorEntry]) -> LoadTrace:
-    """Run ``model.load_weights`` on tensors without memory, and restore the model.
+    """Trace ``model.load_weights`` on tensors without memory, and restore the model.
 
-    Only a tensor that the loader refuses without memory is tried again with zeros, which stay in the model.
+    A tensor that the loader refuses without memory is retried with real zeros, and these stay in the model.
     """
     trace = LoadTrace()
     waiting = entries = list(entries)
@@ -397,14 +396,14 @@ def trace_load(model: nn.Module, entries: Iterable[TensorEntry]) -> LoadTrace:
         try:
             with torch.no_grad(), follower:
                 model.load_weights(iter(feed))  # type: ignore[operator]
-        except Exception as error:  # whatever a loader raises for a tensor; becomes its entry in the trace
+        except Exception as error:  # any error that a loader raises for a tensor is recorded in the trace
             if not feed.is_exhausted:
                 _blame(trace, feed.current, error)
-            # What came before the culprit need not come again, unless it still waited for a partner.
+            # Tensors before the culprit are not fed again, unless they still wait for a partner.
             done = follower.names_seen | {feed.current}
             waiting = [entry for entry in waiting if entry.name not in done]
             if feed.is_exhausted or not feed.current:
-                trace.unknown = f"the model's loader fails for no tensor in particular: {_words(error)}"
+                trace.unknown = f"the model's loader fails, but not on a particular tensor: {_words(error)}"
                 break
         else:
             break
@@ -423,12 +422,12 @@ def trace_load(model: nn.Module, entries: Iterable[TensorEntry]) -> LoadTrace:
 
 
 def _without_repetitions(writes: Iterable[Write]) -> list[Write]:
-    """Leave out repeated writes of the same elements to the same place: loaders do so with a tied embedding."""
+    """Drop repeated writes of the same elements to the same place, as loaders do with a tied embedding."""
     return list({(w.name, w.target.untyped_storage().data_ptr(), w.copy): w for w in writes}.values())
 
 
 def _try_with_memory(model: nn.Module, trace: LoadTrace, entry: TensorEntry) -> None:
-    """Load zeros of real memory where the trace failed: loaders with kernels, for one, accept nothing else."""
+    """Load real zeros for a tensor whose trace failed, because loaders with kernels accept nothing else."""
     zeros = torch.zeros(entry.shape, dtype=entry.torch_dtype, device=next(model.parameters()).device)
     try:
         with torch.no_grad():
@@ -441,7 +440,7 @@ def _try_with_memory(model: nn.Module, trace: LoadTrace, entry: TensorEntry) -> 
 
 
 class _Feed:
-    """The named tensors that a loader iterates over; remembers where it is."""
+    """The named tensors that a loader iterates over; remembers the current one."""
 
     def __init__(self, entries: list[TensorEntry], follower: Follower) -> None:
         self._entries, self._follower = entries, follower
@@ -456,7 +455,7 @@ class _Feed:
 
 
 def _blame(trace: LoadTrace, name: str, error: Exception) -> None:
-    """Blame the tensor for an exception, unless it only comes from the tensor having no values."""
+    """Record an exception as the tensor's failure, or as opaque if the tensor merely has no values."""
     lacks_values = isinstance(error, (UntraceableError, NotImplementedError, TypeError))
     if lacks_values or any(words in str(error) for words in _WITHOUT_VALUES):
         trace.opaque.setdefault(name, _words(error))

@@ -1,7 +1,7 @@
-"""The contents of a push of weights: tensors, buckets, and the place of each slice.
+"""The contents of a weight push: tensors, buckets, and the location of each slice.
 
-The manifest is made once for a layout and sent ahead of the bytes; the buckets themselves are flat.  A tensor may come
-in several slices (a trainer rank sends those that it holds), each stored row-major at its offset in the bucket.
+A manifest is made once per layout and sent ahead of the bytes; the buckets themselves are flat.  A tensor may be sent
+in several slices (a trainer rank sends the ones it holds), each stored row-major at its offset in the bucket.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slime.weights.tensor_slice import TensorSlice
 
 _Item = TypeVar("_Item", bound=Hashable)
 ALIGNMENT = 256
-"""Slices start at multiples of this many bytes, so that every kernel may read them in its widest words."""
+"""Slices start at multiples of this many bytes, so that kernels can use their widest loads."""
 
 
 def align(offset: int) -> int:
@@ -43,7 +43,7 @@ class BucketSlice:
     slice: TensorSlice
 
     def view(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the slice in the bucket ``flat`` (uint8) as a tensor of the slice's sizes."""
+        """Return a view of the slice in bucket ``flat`` (uint8), with the slice's sizes."""
         size = self.slice.num_elements * dtype.itemsize
         return flat[self.offset : self.offset + size].view(dtype).view(self.slice.sizes)
 
@@ -55,11 +55,11 @@ class TensorEntry:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As SGLang spells it: ``bfloat16``, ``float8_e4m3fn``."""
+    """Name in SGLang: ``bfloat16``, ``float8_e4m3fn``."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch has it."""
+        """The dtype in torch."""
         return getattr(torch, self.dtype)
 
     @property
@@ -75,24 +75,24 @@ class BucketEntry:
     num_bytes: int
     slices: tuple[BucketSlice, ...]
     is_constant: bool = False
-    """No step changes its tensors: a push leaves it out where every engine holds it from an earlier one."""
+    """True if no training step changes its tensors; a push omits it if every engine holds it from an earlier push."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     """All tensors and buckets of a push.
 
-    A tensor with a slice in a constant bucket has all of them in such.
+    If one slice of a tensor is in a constant bucket, all of its slices are.
 
     Raises:
-        WeightSyncError: a slice is outside its tensor or its bucket, or names a tensor that is not listed; the
-            slices of a tensor do not add up to it.
+        WeightSyncError: a slice is outside its tensor or bucket, or names an unlisted tensor; or a tensor's slices do
+            not have as many elements as the tensor.
     """
 
     tensors: tuple[TensorEntry, ...]
     buckets: tuple[BucketEntry, ...]
     kept: tuple[TensorEntry, ...] = ()
-    """Tensors that do not come: parts that are not trained, which engines keep as they read them from the model."""
+    """Tensors that are not pushed: untrained parts, which engines keep as loaded from the checkpoint."""
 
     def __post_init__(self) -> None:
         entries = {tensor.name: tensor for tensor in self.tensors}
@@ -123,7 +123,7 @@ class Manifest:
 
     @cached_property
     def id(self) -> str:
-        """Name of this layout: equal for equal content."""
+        """Identifier of this layout; equal content has equal ids."""
         return _digest(self.to_json())
 
     @cached_property
@@ -137,14 +137,14 @@ class Manifest:
         return tuple(index for index, bucket in enumerate(self.buckets) if bucket.is_constant)
 
     def segments(self, bucket_index: int) -> list[tuple[int, int]]:
-        """Return first byte and number of bytes of each slice of a bucket, in the order in which they are digested."""
+        """Return first byte and number of bytes of each slice of a bucket, in digest order."""
         return [
             (item.offset, item.slice.num_elements * self.by_name[item.name].torch_dtype.itemsize)
             for item in self.buckets[bucket_index].slices
         ]
 
     def to_json(self) -> str:
-        """Return the compact text that :meth:`from_json` reads: columns, because layers and experts are alike."""
+        """Serialize compactly for :meth:`from_json`, in columns, because layers and experts are alike."""
         kinds, kind_of = _numbered((tensor.shape, tensor.dtype) for tensor in (*self.tensors, *self.kept))
         parts, part_of = _numbered(item.slice for bucket in self.buckets for item in bucket.slices)
         positions = {tensor.name: position for position, tensor in enumerate(self.tensors)}
@@ -171,7 +171,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Return the manifest that :meth:`to_json` wrote; its :attr:`id` names the text."""
+        """Parse the output of :meth:`to_json`; :attr:`id` is the digest of that text."""
         content = json.loads(text)
         constants = set(content.get("constants", ()))
         kinds = [(tuple(shape), dtype) for shape, dtype in content["kinds"]]
@@ -201,9 +201,9 @@ class Manifest:
 
 
 def _numbered(items: Iterable[_Item]) -> tuple[list[_Item], list[int]]:
-    """Return the distinct items in the order in which they first come, and the position of each item among them.
+    """Return the distinct items in order of first occurrence, and each item's position among them.
 
-    A push names tens of thousands of tensors and has a few hundred kinds of shapes and slices.
+    A push has tens of thousands of tensors, but only a few hundred distinct shapes and slices.
     """
     numbers: dict[_Item, int] = {}
     column = [numbers.setdefault(item, len(numbers)) for item in items]
@@ -215,7 +215,7 @@ def _digest(text: str) -> str:
 
 
 def pack_whole(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[list[TensorEntry], BucketEntry]:
-    """Pack whole tensors into a bucket, one after the other."""
+    """Lay whole tensors into one bucket, one after the other."""
     entries: list[TensorEntry] = []
     slices: list[BucketSlice] = []
     end = 0

@@ -1,8 +1,8 @@
-"""One model object and the buckets that it takes: through the plan, through its own loader, and checked after either.
+"""Loads buckets into one model object, by the plan or through the model's own loader, and checks the result.
 
-The first push after the engine's start goes through the model's own loader wherever a tensor is whole, and what that
-wrote is compared with what the plan would have written: so every engine proves its plan before it relies on it.
-Slices of tensors that a loader wants whole, or together with others, are held until all of them have come.
+The first push after the engine's start uses the model's own loader for every tensor that arrives whole, and compares
+the result with what the plan would have written.  So every engine proves its plan before it relies on it.
+Slices of tensors that a loader needs whole, or together with others, are held until all of them have arrived.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from slime.utils.errors import WeightSyncError
 logger = logging.getLogger(__name__)
 
 LIMIT_BYTES = 2 << 30
-"""Memory that waiting tensors may take on each GPU."""
+"""Memory in bytes that held tensors may take per GPU."""
 
 NamedTensors = list[tuple[str, Tensor]]
 
 
 @dataclass
 class Complete:
-    """The tensors that can be loaded after a bucket has arrived."""
+    """The tensors that can be loaded once a bucket has arrived."""
 
     direct: NamedTensors = field(default_factory=list)
     """Views of the bucket."""
     assembled: NamedTensors = field(default_factory=list)
-    """Tensors that came in several buckets, or waited for a partner."""
+    """Tensors that arrived in several buckets or waited for a partner."""
     refused: set[str] = field(default_factory=set)
-    """Tensors of which this bucket brought a slice that is not kept, for want of memory."""
+    """Tensors of which this bucket brought a slice that was dropped because memory is limited."""
 
     @property
     def tensors(self) -> NamedTensors:
@@ -53,13 +53,15 @@ class Complete:
 
 
 class HeldTensors:
-    """Collects slices until a tensor, and all that must be loaded with it, is complete.
+    """Collects slices until a tensor, and all tensors that must be loaded with it, are complete.
 
-    Invariant: what waits is a copy, because the bucket that brought it will be overwritten.  A group of tensors is
-    kept as a whole or refused as a whole, when the first slice of it comes.
+    Held slices are copies, because their buckets will be overwritten.  A group of tensors is kept or refused as a
+    whole, when its first slice arrives.
 
     Args:
-        groups: tensor to all the tensors that must be loaded together with it; one alone when it is missing.
+        manifest: the push's manifest.
+        groups: tensor -> all tensors that must be loaded together; a tensor without an entry is loaded alone.
+        limit_bytes: memory that held tensors may take.
     """
 
     def __init__(
@@ -68,12 +70,12 @@ class HeldTensors:
         self._entries, self._groups, self._limit_bytes = manifest.by_name, groups, limit_bytes
         self._held: dict[str, Tensor] = {}
         self._missing: dict[str, int] = {}
-        """Elements that have not come yet, of every tensor of a kept group."""
+        """Tensor of a kept group -> number of elements that have not arrived."""
         self._refused: set[str] = set()
         self._num_bytes = 0
 
     def add(self, bucket: BucketEntry, flat: Tensor, names: Collection[str]) -> Complete:
-        """Take those slices of a bucket that belong to ``names``."""
+        """Take the bucket's slices of the tensors in ``names``."""
         result = Complete()
         parts = [part for part in bucket.slices if part.name in names]
         whole = {part.name for part in parts if part.slice.sizes == self._entries[part.name].shape}
@@ -103,7 +105,7 @@ class HeldTensors:
         return self._groups.get(name, frozenset((name,)))
 
     def _keeps(self, group: frozenset[str]) -> bool:
-        """Return True when there is, or can be, memory for the group."""
+        """Return True if the group is held or there is memory to hold it."""
         if any(name in self._refused for name in group):
             return False
         if any(name in self._missing for name in group):
@@ -133,31 +135,31 @@ class HeldTensors:
 
 
 class ModelLoad:
-    """The state of the current push in one model: the buckets it has loaded, and how."""
+    """State of the current push in one model: the buckets it has loaded, and how."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.plan: LoadPlan | None = None
         self.problems: list[str] = []
-        """Of the push under way."""
+        """Problems of the current push."""
         self._is_proven = False
         self._tables: dict[int, tuple[CopyTable, list[PlannedItem]]] = {}
         self._taken: list[bytes] = []
         self._held: HeldTensors | None = None
         self._loaded: set[int] = set()
         self.holds_constants = False
-        """The memory of the constant buckets is as a complete push left it, and this push has loaded none of them."""
+        """True if the constant buckets' memory is as a complete push left it and this push has loaded none of them."""
         self._constants: Tensor | None = None
-        """Digests of that memory after the last complete push."""
+        """Digests of the constant buckets' memory after the last complete push."""
         self._constant_memory: list[tuple[DigestTable, Tensor]] | None = None
         self._pending: list[tuple[list[PlannedItem], Tensor]] = []
-        """Copies made and how many bytes of each differ, which the device may still be counting."""
+        """Copies made, and how many bytes of each differ (the device may still be counting)."""
 
     def begin(self, manifest: Manifest) -> None:
         unpack(self.model)
         plan = self.plan
         if plan is None or plan.manifest.id != manifest.id or not plan.fits(self.model):
-            # The old plan would keep memory alive that the parameters have left.
+            # Drop the old plan first: it would keep abandoned parameter memory alive.
             plan = self.plan = None
             self._tables, self._taken, self._is_proven = {}, [], False
             self._constants = self._constant_memory = None
@@ -173,7 +175,7 @@ class ModelLoad:
         self.holds_constants = now is not None and self._constants is not None and torch.equal(now, self._constants)
 
     def taken(self) -> list[bytes]:
-        """Return, for each bucket of the manifest, a byte for each slice: 1 where the model reads something of it."""
+        """Return, per bucket of the manifest, one byte per slice: 1 if the model reads any of it."""
         plan, _ = self._begun()
         if not self._taken:
             for bucket in plan.manifest.buckets:
@@ -184,11 +186,11 @@ class ModelLoad:
         return self._taken
 
     def has(self, index: int) -> bool:
-        """Return True when the bucket of the current push was loaded."""
+        """Return True if the current push has loaded the bucket."""
         return index in self._loaded
 
     def load(self, index: int, flat: Tensor) -> None:
-        """Take one bucket; on a GPU the work may not be done when this returns."""
+        """Load one bucket; asynchronous on a GPU."""
         plan, held = self._begun()
         bucket = plan.manifest.buckets[index]
         names = {part.name for part in bucket.slices}
@@ -202,19 +204,19 @@ class ModelLoad:
         refused = sorted(complete.refused & plan.stock.keys())
         if refused:
             self.problems.append(
-                f"{len(refused)} tensors ({', '.join(refused[:3])}) come in slices, must be whole for the engine's "
-                "loader, and take more memory than waiting tensors may"
+                f"{len(refused)} tensors ({', '.join(refused[:3])}) arrive in slices, must be whole for the engine's "
+                "loader, and take more memory than held tensors may"
             )
         self._loaded.add(index)
         self.holds_constants = self.holds_constants and not bucket.is_constant
 
     def finish(self) -> None:
-        """Rebuild what the model derives from its weights; wait for the device; collect what is wrong.
+        """Rebuild what the model derives from its weights, synchronize with the device, and collect problems.
 
-        Layers that SGLang repacks keep their loaded form, in which weights can be compared, until :meth:`commit`.
+        Layers that SGLang repacks stay in their loaded form, in which weights can be compared, until :meth:`commit`.
         """
         plan, held = self._begun()
-        self.problems += [f"{name} did not come, or not all that belongs to it" for name in held.incomplete]
+        self.problems += [f"{name}, or a tensor loaded with it, did not arrive completely" for name in held.incomplete]
         rebuild_derived(self.model)
         self.problems += find_nan_in(self.model, plan.unaccounted)
         for planned, counts in self._pending:
@@ -230,26 +232,26 @@ class ModelLoad:
         self._constants = self._digest_constants() if is_complete and not self.problems else None
 
     def commit(self) -> None:
-        """Give the model the form that it serves."""
+        """Repack the model into the form that it serves."""
         repack(self.model)
 
     def _trace_all_layers(self, wrong: LoadPlan) -> None:
-        """Make another plan, without conclusions from layer to layer: more of them may be wrong."""
+        """Replace the plan by one without inferred layers, because more of the inferences may be wrong."""
         manifest = wrong.manifest
         trace = trace_load(self.model, entries_to_load(manifest))
         plan = LoadPlan(self.model, manifest, trace)
-        zeroed = trace.opaque if trace.has_lost_targets else ()  # the loader was tried on zeros, which may have stayed
+        zeroed = trace.opaque if trace.has_lost_targets else ()  # the trace loaded real zeros, which may have stayed
         if missed := sorted((wrong.unused - plan.unused).union(zeroed)):
             self.problems.append(
                 f"{len(missed)} tensors ({', '.join(missed[:3])}) were not loaded: the model's loader does not treat "
-                "all layers alike; the next push knows"
+                "all layers alike; the next push takes that into account"
             )
         self.plan, self._tables, self._taken, self._constant_memory = plan, {}, [], None
 
     def _digest_constants(self) -> Tensor | None:
-        """Return digests of the memory of the constant buckets, int64; None where it is not known."""
+        """Return int64 digests of the constant buckets' memory; None if that memory is not known exactly."""
         if has_repacked_layers(self.model):
-            return None  # their memory is packed again in each push
+            return None  # each push repacks their memory
         if self._constant_memory is None:
             plan, _ = self._begun()
             memory = plan.constant_memory()
@@ -265,12 +267,12 @@ class ModelLoad:
         return self.plan, self._held
 
     def _judged(self, names: Set[str]) -> Set[str]:
-        """Return the tensors among ``names`` that go through the model's own loader; the others go by the plan."""
+        """Return the tensors among ``names`` to load with the model's own loader; the others follow the plan."""
         plan, _ = self._begun()
         return names & plan.stock.keys() if self._is_proven else names - plan.unused
 
     def _table(self, index: int, names: Set[str] | None = None) -> tuple[CopyTable, list[PlannedItem]]:
-        """Return the copies of a bucket, or of some of its tensors; the table of all is kept."""
+        """Return the copy table of a bucket (cached), or of only some of its tensors."""
         plan, _ = self._begun()
         bucket = plan.manifest.buckets[index]
         if names is not None and not all(p.name in names for p in bucket.slices if p.name in plan.writes):
@@ -285,7 +287,7 @@ class ModelLoad:
             self._pending.append((planned, table.count_differences(flat)))
 
     def _load_by_model(self, index: int, flat: Tensor, complete: Complete) -> None:
-        """Load tensors by the model's own loader and check that they are where they should be."""
+        """Load tensors with the model's own loader and check that they are where the plan says."""
         plan, _ = self._begun()
         named_tensors = complete.tensors
         self.model.load_weights(list(named_tensors))  # type: ignore[operator]
@@ -302,32 +304,32 @@ class ModelLoad:
             self._compare_in_scratch(untraced)
 
     def _compare_in_scratch(self, named_tensors: NamedTensors) -> None:
-        """Load once more, into copies, and compare; see ``weight_check``."""
+        """Load again, into copies of the parameters, and compare; see ``weight_check``."""
         plan, _ = self._begun()
         try:
             self.problems += differing_names(self.model, named_tensors, plan.untraced_parameters)
         except torch.OutOfMemoryError:
             logger.warning(
-                "%d tensors are served unverified: comparing them takes more memory than there is", len(named_tensors)
+                "%d tensors are served unverified: there is not enough memory to compare them", len(named_tensors)
             )
 
 
 def make_table(
     plan: LoadPlan, bucket: BucketEntry, names: Set[str] | None = None
 ) -> tuple[CopyTable, list[PlannedItem]]:
-    """Make one table of the copies of a bucket, or of some of its tensors."""
+    """Make one table of a bucket's copies, or of only some of its tensors."""
     planned = plan.items(bucket, names)
     return CopyTable([one.item for one in planned]), planned
 
 
 def _names_elsewhere(table: CopyTable, planned: list[PlannedItem], flat: Tensor) -> set[str]:
-    """Return the tensors that the model does not hold where the plan says."""
+    """Return the tensors that are not in the model where the plan says."""
     counts = table.count_differences(flat).tolist() if planned else []
     return {one.name for one, count in zip(planned, counts, strict=True) if count}
 
 
 def packed(named_tensors: NamedTensors) -> tuple[BucketEntry, Tensor]:
-    """Return a bucket of whole tensors."""
+    """Pack whole tensors into a bucket; return its entry and its buffer."""
     _, bucket = pack_whole((name, tuple(tensor.shape), tensor.dtype) for name, tensor in named_tensors)
     flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=named_tensors[0][1].device)
     for part, (_, tensor) in zip(bucket.slices, named_tensors, strict=True):

@@ -1,12 +1,12 @@
-"""The order of a weight push, whatever carries the bytes: :func:`push_weights` is the script, below it its steps.
+"""The steps of a verified push, independent of the carrier: :func:`push_weights` runs the functions below it.
 
     pause, flush -> begin -> buckets -> every engine acknowledges digests of what it holds -> commit -> continue
 
 No engine serves the new version before the commit, and only engines that hold exactly what was sent are asked to
-commit.  An engine that fails at any step is excluded and named in the report, and the others continue.  Where its
-failure broke a broadcast, the buckets are sent again without it under a new push id.
+commit.  An engine that fails at any step is excluded and named in the report, and the others continue.  If its failure
+broke a broadcast, the buckets are sent again without it under a new push id.
 
-All trainer ranks run the script in step; a failure on one is raised on all, so that none waits for one that is gone.
+All trainer ranks run the steps together.  A failure on one rank is raised on all, so that none waits for a lost rank.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from slime.weights.push.wire import NOTHING, by_value
 logger = logging.getLogger(__name__)
 
 MAX_BLAMELESS_ATTEMPTS = 2
-"""Number of broadcasts that may break without an engine to blame; every other time one engine fewer remains."""
+"""Number of broadcasts that may break without an engine to blame; every other break excludes an engine."""
 
 
 def push_weights(asked: Push, source: Buckets, carrier: Carrier, plain: BucketSource | None = None) -> PushReport:
-    """Have the engines serve the weights in ``source`` under the version of the push; collective.
+    """Make the engines serve the weights in ``source`` under the push's version.  Collective.
 
     Args:
-        asked: new; afterwards, also after an error, its participants say which engines were excluded and why.
-        plain: whole tensors, gathered independently of ``source``, for every engine to compare with what it holds.
+        asked: a new push.  Afterwards, even after an error, its participants tell which engines were excluded and why.
+        source: the buckets to send.
+        carrier: sends the buckets.
+        plain: whole tensors, gathered independently of ``source``, that every engine compares with its weights.
 
     Raises:
-        WeightSyncError: no engine took them, or the trainer itself failed, or (with ``push.checks``) an engine holds
-            other values, or weights that were not sent.
+        WeightSyncError: no engine took the weights; the trainer itself failed; or (with ``asked.checks``) an engine
+            holds different values, or has weights that were not sent.
     """
     is_served = False
     push = CarriedPush.of(asked)
@@ -59,7 +61,7 @@ def push_weights(asked: Push, source: Buckets, carrier: Carrier, plain: BucketSo
             push.on_main_rank("pausing the engines", lambda: pause(push))
         if push.checks:
             kept = encode({"manifest": Manifest((), (), buckets.manifest.kept).to_json()})
-            # A comparison of what was sent cannot see what was forgotten: that is still NaN afterwards.
+            # Comparing what was sent cannot reveal a weight that was not sent; that is still NaN afterwards.
             push.on_main_rank("filling the engines' weights with NaN", lambda: run_check(push, FILL_WITH_NAN, kept))
         with push.step("buckets"):
             send_buckets(push, buckets, carrier, by_stage=carrier.by_stage and buckets is source)
@@ -95,7 +97,7 @@ def push_weights(asked: Push, source: Buckets, carrier: Carrier, plain: BucketSo
 
 
 def send_buckets(push: CarriedPush, buckets: Buckets, carrier: Carrier, *, by_stage: bool) -> None:
-    """Send all buckets, again and again while engines break the broadcast of others."""
+    """Send all buckets, repeatedly if an engine's failure breaks a broadcast."""
 
     @torch.no_grad()
     def walk() -> None:
@@ -128,23 +130,23 @@ def send_buckets(push: CarriedPush, buckets: Buckets, carrier: Carrier, *, by_st
                 f"weight version {push.version} was sent {push.num_attempts} times, and each time a broadcast "
                 "broke; look at the network between the trainer and the engines"
             )
-        logger.warning("push %s is repeated without the engines that broke it", push.id)
+        logger.warning("repeating push %s without the engines that broke it", push.id)
 
 
-# What rank 0 asks of the engines at each step; those that fail are excluded
+# Requests of rank 0 to the engines at each step; engines that fail are excluded
 
 
 def pause(push: CarriedPush) -> None:
-    """Pause the engines; those without our loader also undo their repacking."""
+    """Pause the engines; those without slime's loader also undo their repacking."""
     push.pause()
     if push.repacks:
         push.undo_repacking(_without_loader(push))
 
 
 def begin(push: CarriedPush, buckets: Buckets) -> None:
-    """Tell what will come; from here an engine holds neither the old nor the new weights.
+    """Announce the manifest; from here on an engine holds neither the old nor the new weights.
 
-    Constant buckets are left out where all engines say that they hold just these.
+    Constant buckets are omitted if all engines report that they hold exactly these.
     """
     engines, manifest, what = push.participants, buckets.manifest, "beginning the push"
     held = engines.ask(what, lambda one: _begin(one, manifest.id, push.id), _with_loader(push))
@@ -163,7 +165,7 @@ def _begin(engine: EngineProxy, manifest_id: str, push_id: str, manifest: str | 
 
 
 def acknowledge(push: CarriedPush, manifest: Manifest) -> None:
-    """Exclude every engine that does not hold just what was sent."""
+    """Exclude every engine that does not hold exactly what was sent."""
     engines = push.participants
     answers = engines.ask(
         "acknowledging the push",
@@ -178,7 +180,7 @@ def acknowledge(push: CarriedPush, manifest: Manifest) -> None:
 
 
 def commit(push: CarriedPush) -> None:
-    """Call the new weights by their version, and see that it is so."""
+    """Commit the new version, and exclude engines that then report another."""
     engines = push.participants
     if push.repacks:
         push.repack(_without_loader(push))
@@ -193,13 +195,13 @@ def commit(push: CarriedPush) -> None:
 def run_check(
     push: CarriedPush, loader: str, text: str = NOTHING, engines: Sequence[EngineProxy] | None = None
 ) -> None:
-    """Let engines run one of the weight checks; one that is gone is excluded.
+    """Run a weight check on engines; exclude engines that are gone.
 
     Args:
         loader: the check, as ``load_format``.
 
     Raises:
-        WeightSyncError: the check found something.
+        WeightSyncError: the check found a problem.
     """
     for engine in push.participants.good if engines is None else engines:
         try:
@@ -210,7 +212,7 @@ def run_check(
 
 
 def compare(push: CarriedPush, plain: BucketSource, *, by_stage: bool) -> None:
-    """Let every engine compare whole tensors with what it holds; ranks that have the same ones share the engines."""
+    """Make every engine compare whole tensors with its weights; ranks with the same tensors share the engines."""
     ranks = push.ranks
 
     def is_own(engine: EngineProxy) -> bool:
@@ -225,7 +227,7 @@ def compare(push: CarriedPush, plain: BucketSource, *, by_stage: bool) -> None:
             try:
                 run_check(push, COMPARE, text, engines)
             except PUSH_FAILURES as error:
-                push.failures.append(error)  # walk on through the buckets: the other ranks gather with this one
+                push.failures.append(error)  # keep iterating: other ranks gather buckets together with this one
 
     push.in_turns(f"comparing the tensors of version {push.version}", walk, by_stage=by_stage)
 
@@ -233,7 +235,7 @@ def compare(push: CarriedPush, plain: BucketSource, *, by_stage: bool) -> None:
 def _read_folder(push: CarriedPush, engine: EngineProxy, folder: str) -> Pending:
     if loader_of(engine):
         return engine.run(verbs.receive_weight_folder, push.id, folder)
-    return engine.update_weights_from_disk(folder, push.version)  # a stock engine serves it from here on
+    return engine.update_weights_from_disk(folder, push.version)  # a stock engine serves it at once
 
 
 def _with_loader(push: CarriedPush) -> list[EngineProxy]:

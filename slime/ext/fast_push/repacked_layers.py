@@ -1,16 +1,15 @@
-"""Layers whose weights SGLang repacks for its kernels after a load, taken apart for a push and repacked after it.
+"""Unpacks layers whose weights SGLang repacks for its kernels after a load, and repacks them after a push.
 
 The *loaded form* of a layer has the parameters that a checkpoint fills; the *served form* has what kernels read: tiles
-of packed integers, FP8 transposed or rounded to one scale.  SGLang goes from one to the other once, and a loader finds
-no place for a checkpoint's tensors afterwards.
+of packed integers, or FP8 transposed or rounded to one scale.  SGLang converts once, and afterwards a loader finds no
+place for a checkpoint's tensors.
 
-    watch_repacking   notes the loaded form of every layer that SGLang repacks when it starts
-    unpack            gives the model its loaded form, in the memory of the served one wherever that has room
-    repack            runs SGLang's own step on it, and writes what that makes to where CUDA graphs read it
+    watch_repacking   records the loaded form of every layer that SGLang repacks at its start
+    unpack            puts the model into its loaded form, within the served form's memory wherever it fits
+    repack            runs SGLang's own step, and writes the result to where CUDA graphs read it
 
-A layer is proven as soon as it is watched, before anything is served: unpacked, filled with what was loaded and
-repacked it must hold what SGLang's first repacking made, bit for bit.  Of a model with a layer that does not, every
-push is refused.
+A layer is tested at once, before anything is served: unpacked, filled with the loaded tensors and repacked, it must
+equal the result of SGLang's first repacking bit for bit.  If any layer fails, the model refuses every push.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ logger = logging.getLogger(__name__)
 
 _STEP = "process_weights_after_loading"
 _LAYERS = "_slime_repacked_layers"
-"""Attribute of a model: its :class:`RepackedLayer` s."""
+"""Attribute of a model that holds its list of :class:`RepackedLayer`."""
 MAX_MORE = 1 / 8
-"""Of a layer's bytes, how many more its loaded form may take: for scales, not for the weights of a wider dtype."""
+"""Extra memory that a layer's loaded form may take, as a fraction of its bytes: enough for scales, not for weights."""
 _PUSHED = ("fp8", "compressed_tensors")
-"""SGLang's names of the formats that a push can have."""
+"""SGLang's names of the quantization formats that can be pushed."""
 _PARTS = ("quant_method", "scheme")
-"""Attributes of a layer that SGLang's step may change too."""
+"""Attributes of a layer that SGLang's step may also change."""
 
 
 @dataclass(frozen=True)
 class _Form:
-    """A parameter as a loader knows it, without its memory."""
+    """A parameter's properties that a loader depends on, without its memory."""
 
     kind: type[nn.Parameter]
     attributes: Mapping[str, Any]
@@ -58,7 +57,7 @@ class _Form:
         return cls(type(parameter), {**vars(parameter)}, parameter.shape, parameter.stride(), parameter.dtype)
 
     def is_of(self, tensor: Tensor | None) -> bool:
-        """Return True for a parameter that a loader treats as the one described."""
+        """Return True if a loader treats ``tensor`` like the described parameter."""
         return (
             type(tensor) is self.kind
             and (tensor.shape, tensor.stride(), tensor.dtype) == (self.shape, self.stride, self.dtype)
@@ -75,7 +74,7 @@ class _Form:
         return parameter
 
     def within(self, served: Tensor | None) -> Tensor | None:
-        """Return the memory of ``served``, seen as this parameter; None if it has not just as many bytes."""
+        """Return a view of ``served`` with this parameter's dtype and shape; None unless the sizes in bytes match."""
         if served is None or served.nbytes != self.num_bytes or not _is_dense(served):
             return None
         offset, rest = divmod(int(served.storage_offset()) * served.element_size(), self.dtype.itemsize)
@@ -84,29 +83,31 @@ class _Form:
 
 
 class RepackedLayer:
-    """One layer in either form.
+    """One layer that switches between the two forms.
 
     Args:
-        blank: a copy from before SGLang's step, without parameters.
-        forms: of the parameters before that step; None for one that is None.
+        name: the layer's name in the model.
+        layer: the layer, in served form.
+        blank: a copy of the layer from before SGLang's step, without parameters.
+        forms: the parameters' properties before that step; None for a parameter that is None.
     """
 
     def __init__(self, name: str, layer: nn.Module, blank: nn.Module, forms: Mapping[str, _Form | None]) -> None:
         self.name, self._layer, self._blank, self._forms = name, layer, blank, forms
         self.problem = ""
-        """Why the layer cannot be repacked again; empty when it is proven."""
+        """Why the layer cannot be repacked again; empty if it can."""
         self._own: dict[str, Tensor] = {}
-        """Memory of the loaded form that has no room in the served one, kept so that its addresses stay."""
+        """Memory of loaded parameters that do not fit the served form's memory; kept so that addresses are stable."""
         self._served: dict[str, nn.Parameter | None] | None = None
         """The served parameters while the layer is unpacked."""
 
     @property
     def is_unpacked(self) -> bool:
-        """The layer has its loaded form and must not serve."""
+        """True if the layer is in its loaded form and must not serve."""
         return self._served is not None
 
     def unpack(self) -> None:
-        """Give the layer its loaded form; what that holds is undefined."""
+        """Switch the layer to its loaded form, with undefined content."""
         if self._served is not None:
             return
         served = self._served = {**self._layer._parameters}
@@ -118,9 +119,9 @@ class RepackedLayer:
 
     @staticmethod
     def _place(form: _Form, served: nn.Parameter | None) -> nn.Parameter | None:
-        """Return the parameter to load to, in the memory of the served one; None where that has no room for it."""
+        """Return the parameter to load into, within the served one's memory; None if it does not fit."""
         if served is not None and (form.is_of(served) or not served.numel()):
-            return served  # what SGLang's step leaves empty is no part of a checkpoint
+            return served  # parameters that SGLang's step empties are not in a checkpoint
         data = form.within(served)
         return None if data is None else form.make(data)
 
@@ -130,14 +131,14 @@ class RepackedLayer:
             self._own[name] = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=device)
         data = self._own[name]
         every_byte = torch.empty(0, dtype=torch.uint8, device=data.device).set_(data.untyped_storage())
-        every_byte.fill_(NAN_BYTE)  # what no tensor fills must not look like the last push
+        every_byte.fill_(NAN_BYTE)  # an unfilled element must not look like the last push
         return data
 
     def repack(self) -> None:
-        """Give the layer its served form again, of what its loaded form holds.
+        """Convert the loaded form back into the served form.
 
         Raises:
-            WeightSyncError: SGLang's step makes other tensors than it made at first.
+            WeightSyncError: SGLang's step produces different tensors (names, shapes, dtypes) than the first time.
         """
         if self._served is None:
             return
@@ -160,19 +161,19 @@ class RepackedLayer:
         shown.update(parameters)
 
     def prove(self, loaded: Mapping[str, Tensor]) -> None:
-        """Repack the layer again from what was loaded, and note in :attr:`problem` how it is not as before."""
+        """Repack the layer from the loaded tensors and set :attr:`problem` if the result differs from before."""
         served = {**self._layer._parameters}
         forms = ((form, served.get(name)) for name, form in self._forms.items() if form is not None)
         more = sum(form.num_bytes for form, parameter in forms if self._place(form, parameter) is None)
         if more > MAX_MORE * sum(tensor.nbytes for tensor in loaded.values()):
-            self.problem = f"it needs {more} bytes beside those that it serves from to be loaded"
+            self.problem = f"loading it needs {more} bytes in addition to those that it serves from"
             return
         held = _tensors(self._layer, served)
         expected = {name: tensor.clone() for name, tensor in held.items()}
         older = {tensor.data_ptr() for tensor in _tensors(self._blank, {}).values()}
         for tensor in held.values():
             if tensor.data_ptr() not in older:
-                tensor.zero_()  # what is not made again shall not pass
+                tensor.zero_()  # a tensor that is not recreated must fail the comparison
         try:
             self.unpack()
             for name, parameter in self._layer._parameters.items():
@@ -181,8 +182,8 @@ class RepackedLayer:
             self.repack()
             wrong = sorted(name for name, tensor in expected.items() if not _are_same(tensor, held[name]))
             if wrong:
-                self.problem = f"repacked once more, {', '.join(wrong)} are not what they were"
-        except Exception as error:  # whatever SGLang's step raises; the engine serves, and refuses pushes
+                self.problem = f"repacking it a second time changes {', '.join(wrong)}"
+        except Exception as error:  # any error of SGLang's step; the engine serves, but refuses pushes
             self.problem = f"{type(error).__name__}: {error}"
         if self.problem:
             self._served = None
@@ -191,7 +192,7 @@ class RepackedLayer:
 
 
 def watch_repacking(model: nn.Module) -> None:
-    """Note and prove every layer of a fresh model whose quantized weights SGLang will repack."""
+    """Record and test every layer of a fresh model whose quantized weights SGLang will repack."""
     found: list[RepackedLayer] = []
     vars(model)[_LAYERS] = found
     names = {module: name for name, module in model.named_modules()}
@@ -204,7 +205,7 @@ def watch_repacking(model: nn.Module) -> None:
 def _watched_step(
     original: Callable[[nn.Module], None], found: list[RepackedLayer], names: dict[nn.Module, str], layer: nn.Module
 ) -> None:
-    """Do what ``original`` does with a layer, the first time under watch."""
+    """Run ``original`` on a layer; on the first run, record what it repacks."""
     name = names.pop(layer, None)
     if name is None:
         original(layer)
@@ -220,11 +221,11 @@ def _watched_step(
         return
     watched = RepackedLayer(name, layer, blank, forms)
     if any(map(is_own_scale, changed)):
-        watched.problem = "scales of activations are among what it repacks, and no push brings them"
+        watched.problem = "it also repacks activation scales, which no push carries"
     else:
         watched.prove(loaded)
     if watched.problem and not any(one.problem for one in found):
-        logger.warning("%s is repacked for SGLang's kernels; this engine takes no push: %s", name, watched.problem)
+        logger.warning("%s is repacked for SGLang's kernels; this engine refuses pushes: %s", name, watched.problem)
     found.append(watched)
 
 
@@ -233,7 +234,7 @@ def _is_unchanged(form: _Form | None, loaded: Tensor, served: nn.Parameter | Non
 
 
 def reload(original: Callable[..., None], model: nn.Module, weights: Any, target_device: torch.device) -> None:
-    """Load a checkpoint in place of SGLang's own function, which knows unpacked models alone."""
+    """Load a checkpoint in place of SGLang's own function, which works only on unpacked models."""
     if not _layers(model) or refusal(model):
         original(model, weights, target_device)
         return
@@ -243,10 +244,10 @@ def reload(original: Callable[..., None], model: nn.Module, weights: Any, target
 
 
 def unpack(model: nn.Module) -> None:
-    """Give all repacked layers of a model their loaded form.
+    """Switch all repacked layers of a model to their loaded form.
 
     Raises:
-        WeightSyncError: one of them could not be repacked again.
+        WeightSyncError: a layer could not be repacked again.
     """
     if found := refusal(model):
         raise WeightSyncError(found)
@@ -255,10 +256,10 @@ def unpack(model: nn.Module) -> None:
 
 
 def repack(model: nn.Module) -> None:
-    """Give all layers their served form again.
+    """Switch all layers back to their served form.
 
     Raises:
-        WeightSyncError: SGLang's step makes other tensors than it made at first.
+        WeightSyncError: SGLang's step produces different tensors (names, shapes, dtypes) than the first time.
     """
     with torch.no_grad():
         for layer in _layers(model):
@@ -266,17 +267,17 @@ def repack(model: nn.Module) -> None:
 
 
 def has_repacked_layers(model: nn.Module) -> bool:
-    """Return True for a model that SGLang repacks."""
+    """Return True if SGLang repacks layers of the model."""
     return bool(_layers(model))
 
 
 def is_unpacked(model: nn.Module) -> bool:
-    """Return True for a model that must be repacked before it serves."""
+    """Return True if the model must be repacked before it serves."""
     return any(layer.is_unpacked for layer in _layers(model))
 
 
 def refusal(model: nn.Module) -> str:
-    """Return why the model takes no push; empty when it does."""
+    """Return why the model refuses pushes; empty if it does not."""
     refused = [layer for layer in _layers(model) if layer.problem]
     if not refused:
         return ""
@@ -296,7 +297,7 @@ def _layers(model: nn.Module) -> list[RepackedLayer]:
 
 
 def _copy_of(layer: nn.Module) -> nn.Module:
-    """Return a copy without parameters that SGLang's step can change and the layer itself does not feel."""
+    """Return a copy without parameters, which SGLang's step can change without affecting the layer itself."""
     copied = copy.copy(layer)
     state = vars(copied)
     state |= {"_parameters": {}, "_buffers": {**layer._buffers}, "_modules": {**layer._modules}}
@@ -316,7 +317,7 @@ def _parts(layer: nn.Module, parameters: Mapping[str, Tensor | None]) -> Iterato
 
 
 def _tensors(layer: nn.Module, parameters: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return all tensors of a layer with these parameters, of its quantization method and scheme, by name."""
+    """Return name -> tensor for a layer with these parameters, its quantization method and its scheme."""
     return {
         f"{part}{name}": value.data
         for part, state in _parts(layer, parameters)
@@ -330,10 +331,10 @@ def _numbers(layer: nn.Module) -> dict[str, float]:
 
 
 def _write(made: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
-    """Copy tensors to where those of the same names lie.
+    """Copy tensors into the held tensors of the same names.
 
     Raises:
-        WeightSyncError: they do not match.
+        WeightSyncError: names, shapes or dtypes do not match.
     """
     owned = {tensor.untyped_storage().data_ptr() for tensor in held.values()}
     ready = {}
@@ -349,7 +350,7 @@ def _write(made: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return True when the elements fill a stretch of memory."""
+    """Return True if the elements fill a contiguous range of memory."""
     return (
         1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) == tensor.numel()
     )

@@ -1,4 +1,4 @@
-"""Hooks in SGLang's processes that let layers be pushed which SGLang repacks; see ``repacked_layers``."""
+"""Hooks in SGLang's processes that allow pushes to layers that SGLang repacks; see ``repacked_layers``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOADER = "sglang.srt.model_loader.loader"
 
 
 def register() -> None:
-    """Register the hooks; again: no effect."""
+    """Register the hooks; further calls have no effect."""
     register_hooks(
         (
             (f"{_LOADER}._initialize_model", _watch, "after"),

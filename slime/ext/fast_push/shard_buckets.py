@@ -1,11 +1,11 @@
-"""Buckets that every rank fills from its own parameters: nothing is gathered, and no tensor is handled by itself.
+"""Buckets that every rank fills from its own parameters: nothing is gathered, and tensors are not handled one by one.
 
 Made once: what each rank holds of which HF tensor (:class:`ShardSlices`), who sends what (``shard_plan``), and for
 each bucket a table of all its slices.  A push is then one launch per bucket, which copies, casts or quantises straight
 from the parameters into the rank's one buffer.  That buffer stays where it is, so that engines map it once.
 
-Parameters for which this cannot be done (an fp8 block that two ranks share, quantisation other than by blocks) are
-named in the log once, and travel gathered, in buckets after the others; so do those that no step changes.
+Parameters that do not allow this (an fp8 block that two ranks share, quantization other than by blocks) are logged
+once and sent gathered, in buckets after the others; so are parameters that no training step changes.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ logger = logging.getLogger(__name__)
 
 _LAYER_NUMBER = re.compile(r"\.\d+\.")
 _RankSlices = tuple[int, list[tuple[str, SliceHeader]], dict[str, str], str | None]
-"""A rank's stage, slices by parameter, parameters that it cannot send, and what went wrong."""
+"""A rank's stage, (parameter, slice) pairs, parameter that it cannot send -> reason, and its error or None."""
 
 
 class ShardBuckets:
-    """A source of buckets, as ``carrier.BucketSource`` describes them.  Made on all ranks at once.
+    """A ``carrier.BucketSource`` of shards.  Construction is collective over all ranks.
 
     Args:
-        weights: what to send; its ``bucket_bytes`` are the largest bucket of a rank, or with ``by_stage`` the most
-            that the buckets of a turn have together.
-        by_stage: one pipeline stage sends after the other, and the buckets of its ranks are joined on one of them
+        weights: what to send; its ``bucket_bytes`` limits each rank's buckets, or with ``by_stage`` the sum of the
+            buckets of a turn.
+        by_stage: True if pipeline stages send in turn, and one rank of each collects the buckets of all its ranks
             (:class:`CollectedBuckets`); otherwise all ranks send at the same time.
 
     Raises:
-        WeightSyncError: a rank cannot tell what to send, or the ranks do not hold every tensor once and whole.
+        WeightSyncError: a rank cannot plan its slices, or the ranks' slices do not make up every tensor exactly once.
     """
 
     def __init__(self, weights: SentWeights, *, by_stage: bool = False) -> None:
@@ -75,7 +75,7 @@ class ShardBuckets:
         failure: SlimeError | None = None
         try:
             self._slices = ShardSlices(weights)
-        except SlimeError as error:  # the other ranks may find nothing wrong with theirs, and would wait
+        except SlimeError as error:  # raised after the exchange: other ranks may succeed, and would wait
             failure = error
         stages, held, self.misfits = self._exchange(by_stage, failure)
         self._slices.exclude(self.misfits)
@@ -88,7 +88,7 @@ class ShardBuckets:
             groups=groups,
         )
         self.group_ranks = next(ranks for ranks in self.plan.groups if dist.get_rank() in ranks)
-        """Ranks that send when this one does."""
+        """Ranks that send in the same turn as this one."""
         self._own: tuple[PlannedBucket, ...] = self.plan.buckets[dist.get_rank()]
         self._manifest = self.plan.manifest
         self._gathered: GatheredBuckets | None = None
@@ -102,7 +102,7 @@ class ShardBuckets:
                 for sentence in describe_misfits(self.misfits):
                     logger.info("%s", sentence)
         self.record_digests: Callable[[int, Tensor], None] | None = None
-        """Given the digests of each bucket's slices, when set: they cost less while a bucket is filled than later."""
+        """If set, called with each bucket's index and slice digests, which are cheaper to compute while filling."""
         self._buffer: Tensor | None = None
         self._pointers: list[int] = []
         self._tables: list[CastTable] = []
@@ -115,12 +115,12 @@ class ShardBuckets:
     def _exchange(
         self, by_stage: bool, failure: SlimeError | None
     ) -> tuple[list[int], list[list[SliceHeader]], Mapping[str, str]]:
-        """Exchange what the ranks hold: of each its pipeline stage (0 if these do not matter) and slices, and misfits.
+        """Exchange the ranks' stages (0 unless ``by_stage``), slices, and misfits (parameter -> reason).
 
-        A parameter that one rank cannot send by itself is sent so by none.
+        A parameter that one rank cannot send by itself is gathered on all ranks.
 
         Raises:
-            WeightSyncError: a rank has failed.
+            WeightSyncError: a rank failed.
         """
         stage = mpu.get_pipeline_model_parallel_rank() if by_stage else 0
         own: _RankSlices = (stage, [], {}, str(failure))
@@ -138,7 +138,7 @@ class ShardBuckets:
 
     @torch.no_grad()
     def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
-        """Yield index and bytes of this rank's own buckets, then of the gathered ones, which all ranks have."""
+        """Yield (index, flat buffer) of this rank's own buckets, then of the gathered ones, which all ranks have."""
         for bucket, flat in self.iter_turns():
             yield (NO_BUCKET if bucket is None else bucket.index), flat
         num_own = len(self.plan.manifest.buckets)
@@ -147,7 +147,7 @@ class ShardBuckets:
 
     @torch.no_grad()
     def iter_turns(self) -> Iterator[tuple[PlannedBucket | None, Tensor]]:
-        """Yield this rank's own buckets, one in each turn of its group, and the filled part of the buffer."""
+        """Yield one of this rank's own buckets per turn of its group (None if it has no more) and its flat buffer."""
         host_weights = self._weights.get_host_weights()
         self._refresh_tables(host_weights)
         buffer = self.buffer()
@@ -166,19 +166,19 @@ class ShardBuckets:
             yield bucket, flat
 
     def iter_gathered(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
-        """Yield bytes of the gathered buckets, which all ranks of the group have, and their numbers among these."""
+        """Yield (index among the gathered buckets, flat buffer); all ranks of the group have these buckets."""
         if self._gathered is not None:
             yield from self._gathered.iter_buckets(self.buffer(), with_constants=with_constants)
 
     def buffer(self) -> Tensor:
-        """Return the rank's one buffer; it stays at its address."""
+        """Return the rank's only buffer, whose address never changes."""
         if self._buffer is None:
             size = max(self.plan.buffer_bytes, self._gathered.buffer_bytes if self._gathered else 0)
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self._weights.device)
         return self._buffer
 
     def _refresh_tables(self, host_weights: HostWeights | None) -> None:
-        """Make the tables, again when a parameter's memory has moved since the last push."""
+        """Make the tables, and remake them if a parameter's memory has moved since the last push."""
         pointers = [*map(Tensor.data_ptr, self._slices.tensors(host_weights))]
         if pointers == self._pointers:
             return
@@ -197,12 +197,12 @@ class ShardBuckets:
 
 
 def share_of(num_bytes: int, num_ranks: int) -> int:
-    """Return the bytes that each of ``num_ranks`` ranks may put into a bucket, a multiple of the alignment."""
+    """Return how many bytes each of ``num_ranks`` ranks may put into a bucket, a multiple of the alignment."""
     return max(num_bytes // num_ranks // ALIGNMENT * ALIGNMENT, min(num_bytes, ALIGNMENT))
 
 
 def describe_misfits(misfits: Mapping[str, str]) -> list[str]:
-    """Return one sentence for each kind of parameter that is gathered, however many layers have it."""
+    """Return one sentence per kind of gathered parameter, for all layers together."""
     kinds: dict[str, list[str]] = {}
     for name in sorted(misfits):
         kinds.setdefault(_LAYER_NUMBER.sub(".", name), []).append(name)
@@ -214,16 +214,16 @@ def describe_misfits(misfits: Mapping[str, str]) -> list[str]:
 
 
 class CollectedBuckets:
-    """A source of buckets whose only sender is the first rank of each group; the others give it theirs.
+    """A bucket source in which the first rank of each group collects and sends the buckets of the whole group.
 
-    The bucket of a turn is what the ranks of the group have in that turn, one after the other in slots of equal size.
+    The bucket of a turn holds the buckets of all ranks of the group in that turn, in slots of equal size.
 
     Args:
-        shards: what every rank fills, made ``by_stage``.
-        group: the ranks that send in one turn of ``shards``, on the device of the parameters.
+        shards: the buckets that every rank fills, made with ``by_stage=True``.
+        group: process group of the ranks that send in one turn of ``shards``, for the parameters' device.
 
     Raises:
-        ValueError: ``group`` has other ranks than ``shards`` sends with.
+        ValueError: ``group`` does not have the ranks of ``shards.group_ranks``.
     """
 
     def __init__(self, shards: ShardBuckets, group: dist.ProcessGroup) -> None:
@@ -236,7 +236,7 @@ class CollectedBuckets:
         self._group = group
         self._source_rank = shards.group_ranks[0]
         self._own: list[tuple[int, int]] = []
-        """Index and slot size of the buckets of this rank's group."""
+        """(index, slot size in bytes) of the buckets of this rank's group."""
         entries: list[BucketEntry] = []
         for ranks in shards.plan.groups:
             for turn in range(shards.plan.num_turns(ranks)):
@@ -256,7 +256,7 @@ class CollectedBuckets:
 
     @torch.no_grad()
     def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
-        """Yield the buckets as ``BucketSource`` says; only the first rank of the group has any."""
+        """See ``BucketSource.iter_buckets``; only the first rank of the group has buckets."""
         is_source = dist.get_rank() == self._source_rank
         nothing = self.shards.buffer()[:0]
         for (index, slot), _ in zip(self._own, self.shards.iter_turns(), strict=True):
@@ -282,7 +282,7 @@ class CollectedBuckets:
 
 
 def _joined(plan: ShardPlan, ranks: Sequence[int], turn: int) -> tuple[int, BucketEntry]:
-    """Return slot size and bucket of what ranks have in a turn; one whose buckets are all sent has an empty slot."""
+    """Return slot size and joined bucket of a turn; a rank with no more buckets has an empty slot."""
     present = [
         (position, plan.manifest.buckets[plan.buckets[rank][turn].index])
         for position, rank in enumerate(ranks)
@@ -302,29 +302,29 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A slice, and the parameter that it is read from."""
+    """A slice and the parameter that it is read from."""
 
     shard: Shard
     slice: ShardSlice
     dtype: torch.dtype
-    """As it travels, unless it is quantised."""
+    """The dtype in which it is sent, unless it is quantized."""
     is_quantized: bool
 
 
 class ShardSlices:
-    """This rank's slices, in the order of its parameters."""
+    """This rank's slices, in parameter order."""
 
     def __init__(self, weights: SentWeights) -> None:
         self._dtype, self._quantizer = weights.dtype, weights.quantizer
         self.misfits: dict[str, str] = {}
-        """:attr:`Shard.name` of the parameters that this rank cannot send by itself, and why."""
+        """:attr:`Shard.name` of a parameter that this rank cannot send by itself -> reason."""
         self._held: list[_Held] = []
         self._live: dict[str, Tensor] = {}
         layout = ShardLayout(weights.form)
         config = unwrap_model(weights.model[0]).config
         seen: set[str] = set()
         for name, shard in iter_global_parameters(weights.model):
-            if name in seen:  # chunks may share a parameter: the first one's counts
+            if name in seen:  # chunks may share a parameter; the first counts
                 continue
             seen.add(name)
             split = _split_of(shard, is_gated=config.gated_linear_unit)
@@ -346,7 +346,7 @@ class ShardSlices:
         self._held.append(_Held(shard, part, sent_dtype(shard, self._dtype), is_quantized))
 
     def _misfit(self, held: torch.dtype, part: ShardSlice) -> str | None:
-        """Return the reason why this rank cannot quantize a slice by itself; None when it can."""
+        """Return why this rank cannot quantize a slice by itself; None if it can."""
         assert self._quantizer is not None
         block = self._quantizer.block
         if block is None:
@@ -361,11 +361,11 @@ class ShardSlices:
         return None
 
     def exclude(self, misfits: Container[str]) -> None:
-        """Drop what belongs to the parameters with these names: they travel another way."""
+        """Drop the slices of the parameters with these names, which are sent another way."""
         self._held = [held for held in self._held if held.shard.name not in misfits]
 
     def headers(self) -> list[tuple[str, SliceHeader]]:
-        """Return parameter name and header of each slice, at the position that :class:`PlannedSlice` refers to."""
+        """Return (parameter name, header) of each slice; :class:`PlannedSlice` refers to these positions."""
         return [
             (
                 held.shard.name,
@@ -377,7 +377,7 @@ class ShardSlices:
         ]
 
     def tensors(self, host_weights: HostWeights | None) -> list[Tensor]:
-        """Return all tensors that are read, live or host copies; their addresses tell whether a table is stale."""
+        """Return all tensors that are read, live or host copies; changed addresses mean that tables are stale."""
         if host_weights is None:
             return list(self._live.values())
         return [host_weights[key] for key in self._live]
@@ -417,7 +417,7 @@ class ShardSlices:
 
 
 def _vector_items(value: Tensor, rows: RowRuns, offset: int, kind: Kind, dtype: torch.dtype) -> Iterator[CastItem]:
-    """Return the runs of a vector as the rows of a matrix; the last run may be shorter."""
+    """Treat the runs of a vector as the rows of a matrix; the last run may be shorter."""
     num_whole, rest = divmod(rows.count, rows.run)
     matrix = value.as_strided((num_whole, rows.run), (rows.stride or rows.run, 1), value.storage_offset() + rows.first)
     yield CastItem(matrix, num_whole, num_whole, num_whole, offset, kind)

@@ -1,12 +1,12 @@
-"""Places of the elements of HF tensors in the parameters that this rank holds.
+"""Finds where the elements of HF tensors lie in the parameters that this rank holds.
 
-Nothing here knows a model family.  What an export does to a parameter is found out by exporting numbers that say where
-they came from: ``convert_to_hf`` is given, instead of the parameter, the index of every element along one dimension,
-and so are the parts that tensor parallelism joins.  What comes out tells for each row and column of each HF tensor
-which rank holds it, in which row and column of its part.
+Nothing here depends on a model family.  To learn what an export does to a parameter, index tensors are exported in its
+place: ``convert_to_hf`` gets the index of every element along one dimension, and so does the join of tensor-parallel
+parts.  The result tells, for each row and column of each HF tensor, which rank holds it and in which row and column of
+its part.
 
-An export that moves whole rows and whole columns is described by :class:`ShardSlice`; any other is left to the senders
-that gather (``gather.py``).
+An export that moves whole rows and whole columns is described by :class:`ShardSlice`; parameters with any other export
+are sent gathered (``gathered_buckets``).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from slime.weights.tensor_slice import TensorSlice
 
 @dataclass(frozen=True, slots=True)
 class RowRuns:
-    """``count`` rows of a parameter in an order that arithmetic describes.
+    """``count`` rows of a parameter in a regular order.
 
-    Row ``r`` of them is row ``first + (r // run) * stride + r % run`` of the parameter: runs of neighbours, a constant
-    distance apart, as the query rows of an interleaved qkv are.
+    Row ``r`` of them is row ``first + (r // run) * stride + r % run`` of the parameter: runs of adjacent rows at a
+    constant distance, like the query rows of an interleaved qkv.
     """
 
     first: int
@@ -39,7 +39,7 @@ class RowRuns:
     stride: int
 
     def between(self, begin: int, end: int) -> Iterator[RowRuns]:
-        """Return the rows ``begin .. end`` of these; a split through a run makes two runs of it."""
+        """Yield rows ``begin`` (inclusive) to ``end`` (exclusive) of these; a cut through a run makes two runs."""
         while begin < end:
             number, offset = divmod(begin, self.run)
             first = self.first + number * self.stride + offset
@@ -55,9 +55,9 @@ class RowRuns:
 
 @dataclass(frozen=True, slots=True)
 class ShardSlice:
-    """A slice of one HF tensor that this rank holds: row-major, ``rows`` one after the other, from ``first_column``.
+    """A slice of one HF tensor that this rank holds: row-major, ``rows`` in order, starting at ``first_column``.
 
-    A vector counts as a matrix of one column: its elements are rows.
+    A vector counts as a matrix with one column.
     """
 
     name: str
@@ -72,16 +72,16 @@ class ShardSlice:
 
     @property
     def num_columns(self) -> int:
-        """Elements of a row."""
+        """Elements per row."""
         return math.prod(self.slice.sizes[1:])
 
     @property
     def row_unit(self) -> int:
-        """Rows of which a split should leave multiples on both sides, so that it goes through no run."""
+        """Splits at multiples of this many rows do not cut through a run."""
         return math.lcm(*(rows.run for rows in self.rows if rows.count > rows.run))
 
     def between(self, begin: int, end: int) -> ShardSlice:
-        """Return the slice of its rows ``begin .. end``."""
+        """Return rows ``begin`` (inclusive) to ``end`` (exclusive) of the slice."""
         if (begin, end) == (0, self.num_rows):
             return self
         runs: list[RowRuns] = []
@@ -94,9 +94,9 @@ class ShardSlice:
         return ShardSlice(self.name, self.whole_shape, self.slice.rows(begin, end), self.first_column, tuple(runs))
 
     def is_on_blocks(self, block: tuple[int, int]) -> bool:
-        """Return True when its edges, and the seams of its ``rows``, lie on blocks of the HF tensor or on its end.
+        """Return True if its edges and the seams of its ``rows`` lie on block boundaries or the HF tensor's end.
 
-        True only if that holds for its parts too, wherever it is cut between two blocks.
+        The same must hold for its parts, wherever it is cut between two blocks.
         """
         offsets, sizes = self.slice.offsets, self.slice.sizes
         if len(sizes) != 2:
@@ -104,12 +104,12 @@ class ShardSlice:
         for start, extent, size, step in zip(offsets, sizes, self.whole_shape, block, strict=True):
             if start % step or ((start + extent) % step and start + extent != size):
                 return False
-        # A cut leaves a seam where the run that it goes through ends.
+        # A cut through a run leaves a seam at the end of that run.
         runs = (rows.run for rows in self.rows if rows.count > rows.run)
         return all(row % block[0] == 0 for row in (*self.seams(), *runs))
 
     def seams(self) -> Iterator[int]:
-        """Return the rows at which a new member of ``rows`` begins."""
+        """Yield the rows at which a new member of ``rows`` begins."""
         position = 0
         for rows in self.rows[:-1]:
             position += rows.count
@@ -118,17 +118,17 @@ class ShardSlice:
 
 @dataclass(frozen=True, slots=True)
 class TensorSplit:
-    """The split of a parameter by tensor parallelism; ``dim`` None for one that every rank holds whole."""
+    """A parameter's tensor-parallel split; ``dim`` is None if every rank holds the whole parameter."""
 
     dim: int | None = None
     rank: int = 0
     size: int = 1
     is_gate_up: bool = False
-    """Gate and up are split apart."""
+    """True if gate and up are split separately."""
 
 
 class ShardLayout:
-    """Finds the slices of one parameter after the other; what is alike is worked out once."""
+    """Finds the slices of parameters; results are cached for parameters that are alike."""
 
     def __init__(self, form: HfForm) -> None:
         self._form = form
@@ -139,27 +139,29 @@ class ShardLayout:
         """Return names and shapes of the HF tensors that a whole parameter exports to.
 
         Args:
-            name: in the whole model, with the number of the expert.
-            whole_shape: of the parameter, before vocabulary padding is cut off.
+            name: global name, including the expert's number.
+            whole_shape: shape of the whole parameter, including vocabulary padding.
         """
         converted = self._convert(name, torch.empty(tuple(whole_shape), device="meta"))
         return [(hf_name, tuple(tensor.shape)) for hf_name, tensor in converted]
 
     def slices(self, name: str, part_shape: Sequence[int], split: TensorSplit) -> list[ShardSlice] | None:
-        """Return every slice of HF tensors that this rank's part holds.
+        """Return every slice of HF tensors in this rank's part of a parameter.
 
         Args:
-            name: in the whole model, with the number of the expert.
+            name: global name, including the expert's number.
+            part_shape: shape of this rank's part.
+            split: the parameter's tensor-parallel split.
 
         Returns:
-            in the order of ``plain_tensors``; None when the export does more than move rows and columns.
+            the slices, in the order of ``plain_tensors``; None if the export does more than move rows and columns.
         """
         whole_shape = list(part_shape)
         if split.dim is not None:
             whole_shape[split.dim] *= split.size
         rule, hf_names = self._map.find(name, self._shape)
         key = (rule, tuple(part_shape), split)
-        if name in VOCABULARY or key not in self._known:  # of those alone the names depend on more than the rule
+        if name in VOCABULARY or key not in self._known:  # only there do names depend on more than the rule
             hf_tensors = self.hf_tensors(name, whole_shape)
             hf_names = tuple(hf_name for hf_name, _ in hf_tensors)
             self._known[key] = self._work_out(name, tuple(whole_shape), hf_tensors, split)
@@ -182,11 +184,11 @@ class ShardLayout:
         hf_tensors: Sequence[tuple[str, tuple[int, ...]]],
         split: TensorSplit,
     ) -> tuple[tuple[ShardSlice, ...], ...] | None:
-        """Return the slices of each HF tensor (whose names do not count)."""
+        """Return the slices of each HF tensor, without names."""
         if not hf_tensors:
             return ()
         if len(whole_shape) not in (1, 2) or any(row_of(hf_name) for hf_name, _ in hf_tensors):
-            return None  # with rows: of a tensor that holds all experts
+            return None  # a row name belongs to a tensor that holds all experts
         held = [_held_indices(size, dim, split) for dim, size in enumerate(whole_shape)]
         per_dim = [self._convert(name, _index_along(whole_shape, dim)) for dim in range(len(whole_shape))]
         result = []
@@ -207,14 +209,14 @@ class ShardLayout:
 
 
 def _index_along(shape: tuple[int, ...], dim: int) -> Tensor:
-    """Return every element's index in dimension ``dim``; takes the memory of a vector."""
+    """Return a ``shape`` tensor of indices along ``dim``, in the memory of a vector."""
     view = [1] * len(shape)
     view[dim] = shape[dim]
     return torch.arange(shape[dim], dtype=torch.int32).view(view).expand(shape)
 
 
 def _axis_of(exported: Tensor, dim: int) -> Tensor | None:
-    """Return the indices along ``dim`` of an exported :func:`_index_along`; None when other dimensions matter too."""
+    """Return the indices along ``dim`` of an exported :func:`_index_along`; None if they vary in other dimensions."""
     axis = exported
     for other in reversed(range(exported.dim())):
         if other != dim:
@@ -224,7 +226,7 @@ def _axis_of(exported: Tensor, dim: int) -> Tensor | None:
     if axis.dim() != 1:
         return None
     is_broadcast = all(exported.stride(d) == 0 or exported.size(d) == 1 for d in range(exported.dim()) if d != dim)
-    if not is_broadcast:  # a view of the index proves it; a copy is looked at
+    if not is_broadcast:  # a broadcast view needs no comparison; a copy does
         view = [1] * exported.dim()
         view[dim] = axis.numel()
         if not torch.equal(exported, axis.view(view).expand_as(exported)):
@@ -233,7 +235,7 @@ def _axis_of(exported: Tensor, dim: int) -> Tensor | None:
 
 
 def _held_indices(size: int, dim: int, split: TensorSplit) -> Tensor:
-    """Map each index of the whole parameter's dimension to this rank's part, -1 where another rank holds it."""
+    """Map each index of the whole parameter's dimension to an index in this rank's part, or -1 if not in it."""
     if dim != split.dim:
         return torch.arange(size)
     length = size // split.size
@@ -243,11 +245,11 @@ def _held_indices(size: int, dim: int, split: TensorSplit) -> Tensor:
 
 
 def _contiguous(own: Tensor, *, joins: bool) -> list[tuple[int, Tensor]]:
-    """Return the run of indices of an HF dimension that this rank holds: the first, and their place in its part.
+    """Return the contiguous ranges of an HF dimension that this rank holds: first index, and indices in its part.
 
     Args:
-        own: per index of the HF dimension the index in the part, -1 for none.
-        joins: neighbours may lie anywhere in the part; otherwise only one after the other.
+        own: for each index of the HF dimension, the index in the part, or -1.
+        joins: True if a range's indices may lie anywhere in the part; otherwise they must be consecutive.
     """
     is_start = torch.ones(own.numel(), dtype=torch.bool)
     is_start[1:] = (own[1:] < 0) != (own[:-1] < 0)
@@ -271,7 +273,7 @@ def _slices_of(whole_shape: tuple[int, ...], ranges: list[list[tuple[int, Tensor
 
 
 def _affine(indices: Tensor) -> Iterator[RowRuns]:
-    """Return row numbers as few :class:`RowRuns`, in their order."""
+    """Express row numbers, in order, as few :class:`RowRuns`."""
     breaks = (indices[1:] != indices[:-1] + 1).nonzero().flatten() + 1
     begins = [0, *breaks.tolist()]
     runs = [
@@ -282,7 +284,7 @@ def _affine(indices: Tensor) -> Iterator[RowRuns]:
         first, run = runs[position]
         count, stride, previous = run, 0, first
         position += 1
-        # Runs of one length and one distance; the last may be shorter.
+        # Runs of equal length and distance; the last may be shorter.
         while position < len(runs) and count % run == 0:
             begin, length = runs[position]
             distance = begin - previous

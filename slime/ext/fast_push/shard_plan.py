@@ -1,7 +1,7 @@
-"""The plan of a push: sender, bucket and offset of every slice of every tensor, computed alike on every rank.
+"""The plan of a push: sender, bucket and offset of every slice of every tensor, computed identically on every rank.
 
-Ranks that hold the same slice (data- and context-parallel replicas, the tensor-parallel ranks of a parameter that
-is not cut, two pipeline stages with a tied embedding) share its bytes among them; none is sent twice.
+Ranks that hold the same slice (data- and context-parallel replicas, the tensor-parallel ranks of a parameter that is
+not split, two pipeline stages with a tied embedding) share its bytes among them; no byte is sent twice.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from slime.weights.tensor_slice import TensorSlice
 MIN_SLICE_BYTES = 1 << 20
 """Replicas share slices larger than this by splitting them."""
 SLICES_PER_RANK = 16
-"""Slices with several holders are split to this part of a rank's fair share, so that the shares come out even."""
+"""Slices with several holders are split into about 1 / this of a rank's fair share, so that shares come out even."""
 
 
 @dataclass(frozen=True, slots=True)
 class SliceHeader:
-    """A slice of one HF tensor that a rank can send; equal on all ranks that hold a replica of it."""
+    """A slice of one HF tensor that a rank can send; equal on all ranks that hold a replica."""
 
     name: str
     whole_shape: tuple[int, ...]
     dtype: torch.dtype
-    """As it travels, unless it is quantized."""
+    """The dtype in which it is sent, unless it is quantized."""
     slice: TensorSlice
     row_unit: int = 1
-    """Rows: a split leaves multiples of it on both sides where it can."""
+    """Splits are made at multiples of this many rows where possible."""
 
     def __reduce__(self) -> tuple[type[SliceHeader], tuple[Any, ...]]:
-        """Be pickled as a call: dataclasses take three times as long by themselves, and all ranks get it."""
+        """Pickle as a call: headers go to all ranks, and dataclasses' default takes three times as long."""
         return SliceHeader, (self.name, self.whole_shape, self.dtype, self.slice, self.row_unit)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSlice:
-    """Rows ``begin .. end`` of a slice that a rank holds, in one of its buckets."""
+    """Rows ``begin`` (inclusive) to ``end`` (exclusive) of a slice that a rank holds, in one of its buckets."""
 
     position: int
-    """Of the slice among the rank's."""
+    """Position of the slice among the rank's slices."""
     begin: int
     end: int
     offset: int
     """First byte in the bucket."""
     scale_offset: int | None = None
-    """First byte of the scales of a quantized part."""
+    """First byte of the scales, if quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class PlannedBucket:
     """One bucket of one rank."""
 
     index: int
-    """In the manifest."""
+    """Index in the manifest."""
     num_bytes: int
     slices: tuple[PlannedSlice, ...]
 
@@ -72,15 +72,15 @@ class _Share:
 
     num_bytes: int = 0
     parts: list[tuple[int, int, int]] = field(default_factory=list)
-    """Position of the slice among the rank's, first row, last row + 1."""
+    """(position of the slice among the rank's slices, first row, last row + 1)."""
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Tensors, buckets, and per rank which buckets are its own.
+    """Tensors, buckets, and the buckets of each rank.
 
-    ``buckets[rank][turn]`` is what the rank sends in a turn; ranks of one group have the same number of turns, except
-    for the last ones.
+    ``buckets[rank][turn]`` is what the rank sends in a turn.  In the last turns of a group, some of its ranks may have
+    no bucket.
     """
 
     manifest: Manifest
@@ -94,7 +94,7 @@ class ShardPlan:
         return align(max((bucket.num_bytes for owned in self.buckets for bucket in owned), default=0))
 
     def num_turns(self, ranks: Iterable[int]) -> int:
-        """Return the turns until all of these ranks have sent all that they have."""
+        """Return how many turns these ranks need to send all their buckets."""
         return max((len(self.buckets[rank]) for rank in ranks), default=0)
 
 
@@ -105,17 +105,18 @@ def plan_shards(
     quantizer: Quantizer | None = None,
     groups: Sequence[Sequence[int]] | None = None,
 ) -> ShardPlan:
-    """Share the slices among the ranks and lay each rank's into buckets.
+    """Share the slices among the ranks and pack each rank's share into buckets.
 
     Args:
+        held: each rank's slices.
         bucket_bytes: the largest bucket; ``--update-weight-buffer-size``.
-        quantizer: what is quantized; None for nothing.
+        quantizer: quantizes some tensors; None if none are quantized.
         groups: ranks that send at the same time, in the order in which the groups send; None for all at once.  Buckets
             are numbered by group, turn and rank.
 
     Raises:
         ConfigError: ``bucket_bytes`` is not positive.
-        WeightSyncError: the slices of a tensor do not make up the whole of it.
+        WeightSyncError: the slices of a tensor do not add up to the whole tensor, or replicas are split differently.
     """
     if bucket_bytes <= 0:
         raise ConfigError(f"--update-weight-buffer-size is {bucket_bytes}; it must be a positive number of bytes")
@@ -143,7 +144,7 @@ def plan_shards(
 
 
 class _Sizes:
-    """Bytes of rows of slices.  Experts and layers are alike, so that few of them are worked out."""
+    """Computes sizes of rows of slices.  Cached, because experts and layers are alike."""
 
     def __init__(self, quantizer: Quantizer | None) -> None:
         self._quantizer = quantizer
@@ -152,11 +153,11 @@ class _Sizes:
         self._ranges: dict[Any, list[tuple[int, int, int]]] = {}
 
     def is_quantized(self, header: SliceHeader) -> bool:
-        """Return True for a slice that travels quantized."""
+        """Return True if the slice is sent quantized."""
         return self._quantizer is not None and self._quantizer.is_quantized(header.name)
 
     def outputs(self, header: SliceHeader) -> list[Header]:
-        """Return name, shape and dtype of the tensors that the slice's HF tensor is sent as."""
+        """Return name, shape and dtype of the tensors as which the slice's HF tensor is sent."""
         known = self._outputs.get(header.name)
         if known is None:
             known = [(header.name, header.whole_shape, header.dtype)]
@@ -166,7 +167,7 @@ class _Sizes:
         return known
 
     def sent(self, header: SliceHeader, begin: int, end: int) -> list[tuple[TensorSlice, int]]:
-        """Return slice and bytes of what rows ``begin .. end`` become, for each of :meth:`outputs`."""
+        """Return, for each of :meth:`outputs`, the slice and bytes that rows ``begin`` to ``end`` become."""
         key = (header.slice, header.dtype, self.is_quantized(header), begin, end)
         known = self._sent.get(key)
         if known is None:
@@ -181,11 +182,11 @@ class _Sizes:
         return known
 
     def num_bytes(self, header: SliceHeader, begin: int, end: int) -> int:
-        """Return the bytes that the rows take in a bucket, padding before the next slice included."""
+        """Return the bytes that the rows take in a bucket, including padding before the next slice."""
         return sum(align(size) for _, size in self.sent(header, begin, end))
 
     def row_ranges(self, header: SliceHeader, max_bytes: int) -> list[tuple[int, int, int]]:
-        """Return first row, last row + 1 and bytes of ranges of at most ``max_bytes``, or the fewest rows possible."""
+        """Split rows into ranges of at most ``max_bytes`` if possible: (first row, last row + 1, bytes) of each."""
         key = (header.slice, header.dtype, self.is_quantized(header), header.row_unit, max_bytes)
         if key not in self._ranges:
             num_rows, step = header.slice.sizes[0], self._rows_of_range(header, max_bytes)
@@ -208,7 +209,7 @@ class _Sizes:
 
 
 def _share(held: Sequence[Sequence[SliceHeader]], sizes: _Sizes, bucket_bytes: int) -> list[_Share]:
-    """Give every slice to one rank, or rows of it to several, the largest first and to who has least."""
+    """Assign each slice to one rank, or its rows to several: the largest part first, to the rank with the least."""
     holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
     for rank, own in enumerate(held):
         for position, header in enumerate(own):
@@ -235,7 +236,7 @@ def _share(held: Sequence[Sequence[SliceHeader]], sizes: _Sizes, bucket_bytes: i
             ((rank, position),) = replicas
             shares[rank].num_bytes += size
             shares[rank].parts.append((position, begin, end))
-    shared.sort(key=lambda part: -part[0])  # stable: alike on every rank
+    shared.sort(key=lambda part: -part[0])  # stable, so identical on every rank
     for size, begin, end, replicas in shared:
         rank, position = min(replicas, key=lambda holder: shares[holder[0]].num_bytes)
         shares[rank].num_bytes += size
@@ -248,7 +249,7 @@ def _share(held: Sequence[Sequence[SliceHeader]], sizes: _Sizes, bucket_bytes: i
 def _pack(
     own: Sequence[SliceHeader], parts: Sequence[tuple[int, int, int]], sizes: _Sizes, bucket_bytes: int
 ) -> Iterator[tuple[int, list[PlannedSlice], list[BucketSlice]]]:
-    """Lay a rank's share, in its order, into buckets: bytes, how it is made and what the manifest says of each."""
+    """Pack a rank's share, in order, into buckets; yield (bytes, planned slices, manifest slices) of each."""
     end_of_last = 0
     planned: list[PlannedSlice] = []
     slices: list[BucketSlice] = []

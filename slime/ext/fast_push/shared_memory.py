@@ -1,8 +1,8 @@
-"""Push to engines on the trainer's own GPUs: buckets are mapped (CUDA IPC; shared memory on a CPU), not copied.
+"""Pushes to engines on the trainer's own GPUs: buckets are mapped (CUDA IPC; shared memory on a CPU), not copied.
 
-The ranks of one host exchange their handles; the first rank of each engine hands them to it, one for
-each of its GPUs: the buffer of the rank on the same GPU where that has the bucket, otherwise the buffer of any rank.
-Engines outside the trainer's range get every bucket by broadcast from rank 0.
+The ranks of one host exchange handles.  The first rank of each engine passes it one handle per GPU: to the buffer of
+the rank on the same GPU if that has the bucket, otherwise to the buffer of any rank that does.  Engines outside the
+trainer's GPUs get every bucket by broadcast from rank 0.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from slime.weights.push.state import TrainerRanks
 from slime.weights.push.wire import handle_of
 
 Handles = dict[int, dict[int, str]]
-"""Bucket -> GPU of an engine -> handle to a buffer with that bucket."""
+"""Bucket index -> GPU of an engine -> handle to a buffer with that bucket."""
 
 
 class SharedMemoryCarrier(Carrier):
-    """Colocated engines through handles, the others through one process group."""
+    """Reaches colocated engines through handles, and other engines through one process group."""
 
     def __init__(self, ranks: TrainerRanks) -> None:
         super().__init__(ranks)
         self._engine: EngineProxy | None = None
-        """The engine that shares this rank's GPU."""
+        """The engine on this rank's GPU."""
         self._neighbours: dist.ProcessGroup | None = None
-        """The ranks that can map each other's buffers."""
+        """Process group of the ranks that can map each other's buffers."""
         self._neighbour_ranks: list[int] = []
         self._mapping_gpus: list[int] = []
-        """Those of all engines that map buffers of the trainer."""
+        """GPUs of all engines that map the trainer's buffers."""
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._buffer: StorageWeakRef | None = None
-        """Memory of this rank's last bucket."""
+        """Storage of this rank's last bucket."""
         self._buffer_number = 0
-        """Counts the buffers of this rank, and the engines' changes: handles to the same one are made once."""
+        """Incremented when this rank's buffer or the engines change; handles are made once per number."""
         self._handles: dict[tuple[int, int], tuple[int, str]] = {}
-        """Rank and GPU -> number of the rank's buffer, and the handle by which the GPU's engine opens it."""
+        """(rank, GPU) -> number of the rank's buffer, and the handle with which the GPU's engine opens it."""
         self._remote = WeightGroup("slime")
 
     def connect(self, engines: Sequence[EngineProxy]) -> bool:
-        """Find the engine that shares this rank's GPU, and the ranks that can map each other's buffers."""
+        """Find the engine on this rank's GPU and the ranks that can map each other's buffers."""
         world_size, rank = self.ranks.world_size, self.ranks.rank
         inside = [e for e in engines if e.is_colocated and e.gpus.stop <= world_size]
         engine_of_gpu: dict[int, EngineProxy] = {}
@@ -71,30 +71,30 @@ class SharedMemoryCarrier(Carrier):
         shared = neighbourhoods(inside, world_size, self.ranks.ranks_per_host)
         for ranks in shared:
             if tuple(ranks) not in self._groups:
-                # Every rank takes part in making every group.
+                # new_group is collective over all ranks.
                 self._groups[tuple(ranks)] = dist.new_group(ranks, backend="gloo")
             if rank in ranks:
                 self._neighbours, self._neighbour_ranks = self._groups[tuple(ranks)], ranks
         if inside:
             sglang.prepare()
         self._remote.engines = [e for e in engines if e not in inside] if rank == 0 else []
-        # What one rank holds must be in reach of every engine.
+        # Slices work only if every engine can map every rank's buffer.
         return shared == [list(range(world_size))] and len(inside) == len(engines)
 
     def open(self, push: CarriedPush, manifest: Manifest) -> None:
         push.on_main_rank("connecting to the engines outside the trainer's GPUs", lambda: self._remote.join(push))
 
     def send(self, push: CarriedPush, index: int, flat: Tensor) -> None:
-        """Send the other ranks the bucket's handle, pass it to the engine, broadcast it; wait until all have it."""
+        """Exchange handles, pass them to the engine, broadcast to the other engines, and wait until all have it."""
         if self._neighbours is not None:
             self._hand_over(push, self._exchange_handles(index, flat))
         if self.ranks.rank == 0 and index != NO_BUCKET and self._remote.engines:
             self._remote.send(push, index, flat)
         if self._neighbours is not None:
-            dist.barrier(group=self._neighbours)  # the buffer is written again after this
+            dist.barrier(group=self._neighbours)  # the buffer is overwritten after this
 
     def finish(self, push: CarriedPush, *, is_served: bool) -> None:
-        """Take back what engines have let go, which would stay taken until the trainer next asks for memory."""
+        """Reclaim memory that engines have released; torch would do so only at its next allocation."""
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
 
@@ -102,9 +102,9 @@ class SharedMemoryCarrier(Carrier):
         self._remote.leave()
 
     def _exchange_handles(self, index: int, flat: Tensor) -> Handles:
-        """Return the handles that each GPU of the neighbourhood opens: one for each, because torch counts them.
+        """Return the handles that each GPU of the neighborhood opens: one per GPU, because torch counts references.
 
-        A handle travels once, and is good for every bucket that comes to lie in its buffer.
+        A handle is sent once and serves every later bucket in the same buffer.
         """
         assert self._neighbours is not None and flat.storage_offset() == 0
         if flat.is_cuda:
@@ -117,7 +117,7 @@ class SharedMemoryCarrier(Carrier):
         dist.all_gather(told, torch.tensor([index, self._buffer_number]), group=self._neighbours)
         held = {rank: one.tolist() for rank, one in zip(self._neighbour_ranks, told, strict=True)}
         readers = [gpu for gpu in self._mapping_gpus if gpu in held]
-        wanted: list[tuple[int, int, int]] = []  # bucket, its holder, the GPU that reads it there
+        wanted: list[tuple[int, int, int]] = []  # (bucket, rank that holds it, GPU that reads it)
         for bucket in dict.fromkeys(bucket for bucket, _ in held.values() if bucket != NO_BUCKET):
             holders = [rank for rank, (other, _) in held.items() if other == bucket]
             wanted += [(bucket, gpu if gpu in holders else holders[0], gpu) for gpu in readers]
@@ -126,7 +126,7 @@ class SharedMemoryCarrier(Carrier):
             for _, holder, gpu in wanted
             if self._handles.get((holder, gpu), (0, ""))[0] != held[holder][1]
         ]
-        if missing:  # on all neighbours, because all know the same
+        if missing:  # equal on all neighbors, so this collective is safe
             whole = flat.as_strided((flat.untyped_storage().nbytes(),), (1,), 0)
             own = {gpu: handle_of(whole) for holder, gpu in missing if holder == self.ranks.rank}
             of_ranks = gather_objects(own, self._neighbours)
@@ -139,7 +139,7 @@ class SharedMemoryCarrier(Carrier):
         return result
 
     def _hand_over(self, push: CarriedPush, handles: Handles) -> None:
-        """Let this rank's engine load the buckets of this step, if this is the engine's first rank."""
+        """Make this rank's engine load the buckets of this step, if this is the engine's first rank."""
         engine = self._engine
         if engine is None or self.ranks.rank != engine.gpu_offset or not push.participants.is_good(engine):
             return
@@ -155,9 +155,9 @@ class SharedMemoryCarrier(Carrier):
 
 
 def neighbourhoods(engines: Sequence[EngineProxy], world_size: int, ranks_per_host: int) -> list[list[int]]:
-    """Return the trainer ranks that must know each other's buffers: those of a host, and of all hosts of an engine.
+    """Return groups of trainer ranks that exchange handles: the ranks of a host, merged over the hosts of an engine.
 
-    Ranks without an engine on any of their hosts are in none.
+    Ranks without an engine on any of their hosts are in no group.
     """
     hosts = list(range(-(-world_size // ranks_per_host)))
     for engine in engines:

@@ -1,7 +1,7 @@
-"""The arithmetic of strided copies: which elements of one memory go where in another.
+"""Arithmetic of strided copies: which elements of one memory go where in another.
 
-A copy of a slice of a tensor into a slice of another is five lists of integers, and so are all copies that model
-loaders make out of narrow, chunk, transpose, view and cat.  Here they are clipped to a slice.
+A copy between slices of two tensors is described by a shape, two offsets and two lists of strides, and so are all
+copies that model loaders build from narrow, chunk, transpose, view and cat.  This module clips copies to slices.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from slime.weights.tensor_slice import Ints, TensorSlice
 
 MAX_CUTS = 4096
-"""Copies that one copy may fall into when a slice cuts through interleaved rows."""
+"""Maximum number of copies into which one may split when a slice cuts through interleaved rows."""
 
 
 class NotRectangularError(Exception):
-    """A view that is no slice of its tensor: diagonals, overlaps, rows that wrap around."""
+    """A view is not a slice of its tensor: diagonals, overlaps, rows that wrap around."""
 
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """Element ``i`` of the shape goes from ``from_offset + i . from_strides`` to ``to_offset + i . to_strides``.
+    """Copies index ``i`` of the shape from ``from_offset + i . from_strides`` to ``to_offset + i . to_strides``.
 
     Offsets and strides count elements; a stride of zero in ``from_strides`` repeats an element.
     """
@@ -36,36 +36,36 @@ class StridedCopy:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements that are copied."""
+        """Number of elements copied."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class StridedSlice:
-    """A slice of a tensor and how its elements lie in memory; a whole tensor is a slice of itself."""
+    """A slice of a tensor and its memory layout; a whole tensor is a slice of itself."""
 
     slice: TensorSlice
     offset: int
-    """Of its first element, in elements."""
+    """Position of its first element, in elements."""
     strides: Ints
 
     @classmethod
     def whole(cls, shape: Sequence[int], strides: Sequence[int] | None = None) -> StridedSlice:
-        """Return a whole tensor from its first element on; without ``strides`` row-major."""
+        """Return a whole tensor at offset 0; row-major without ``strides``."""
         return cls(TensorSlice.whole(shape), 0, row_major_strides(shape) if strides is None else tuple(strides))
 
     @classmethod
     def packed(cls, part: TensorSlice) -> StridedSlice:
-        """Return a slice that is stored by itself, row-major from offset 0."""
+        """Return a slice stored on its own, row-major at offset 0."""
         return cls(part, 0, row_major_strides(part.sizes))
 
     @property
     def shape(self) -> Ints:
-        """Extents of the slice."""
+        """Sizes of the slice."""
         return self.slice.sizes
 
     def coordinates(self, offset: int) -> Ints:
-        """Return the index of the element of a whole tensor at ``offset``.
+        """Return the index of a whole tensor's element at ``offset``.
 
         Raises:
             NotRectangularError: the slice has no element there.
@@ -79,7 +79,7 @@ class StridedSlice:
         return tuple(result)
 
     def dim_of(self, stride: int) -> int:
-        """Return the dimension along which memory positions ``stride`` apart lie."""
+        """Return the dimension along which elements ``stride`` apart in memory lie."""
         fitting = [
             d for d, own in enumerate(self.strides) if self.shape[d] > 1 and own <= stride and stride % own == 0
         ]
@@ -98,7 +98,7 @@ def row_major_strides(shape: Sequence[int]) -> Ints:
 
 
 def squeezed(copy: StridedCopy) -> StridedCopy:
-    """Return the same copy without dimensions of one element."""
+    """Return the same copy without dimensions of size 1."""
     kept = [d for d, size in enumerate(copy.shape) if size != 1]
     return StridedCopy(
         tuple(copy.shape[d] for d in kept),
@@ -110,7 +110,7 @@ def squeezed(copy: StridedCopy) -> StridedCopy:
 
 
 def merged(copy: StridedCopy) -> StridedCopy:
-    """Return the same copy in as few dimensions as the strides of both sides allow."""
+    """Return the same copy with as few dimensions as both sides' strides allow."""
     copy = squeezed(copy)
     shape, to, frm = list(copy.shape), list(copy.to_strides), list(copy.from_strides)
     dim = len(shape) - 2
@@ -125,15 +125,17 @@ def merged(copy: StridedCopy) -> StridedCopy:
 
 
 def swapped(copy: StridedCopy) -> StridedCopy:
-    """Return the copy back."""
+    """Return the copy in the opposite direction."""
     return StridedCopy(copy.shape, copy.from_offset, copy.from_strides, copy.to_offset, copy.to_strides)
 
 
 def clip(copy: StridedCopy, whole: StridedSlice, part: StridedSlice) -> list[StridedCopy]:
-    """Clip ``copy`` to what it reads from ``part``, read where the elements of ``part`` lie.
+    """Restrict ``copy`` to the elements in ``part``, reading from the memory of ``part``.
 
     Args:
         copy: reads from a tensor with the layout of ``whole``.
+        whole: the whole tensor.
+        part: a slice of the tensor, with its own memory layout.
 
     Raises:
         NotRectangularError: the copy reads something other than slices.
@@ -147,10 +149,10 @@ def clip(copy: StridedCopy, whole: StridedSlice, part: StridedSlice) -> list[Str
 
 
 def slice_written(copy: StridedCopy, whole: StridedSlice) -> StridedSlice:
-    """Return the slice of a tensor that ``copy`` writes, lying where the copy reads from.
+    """Return the slice of tensor ``whole`` that ``copy`` writes, with the memory layout that the copy reads from.
 
     Raises:
-        NotRectangularError: it writes something other than one slice.
+        NotRectangularError: the copy writes something other than one slice.
     """
     back, start, dims = _along_dims(swapped(squeezed(copy)), whole)
     shape, strides = [1] * len(whole.shape), [0] * len(whole.shape)
@@ -170,9 +172,9 @@ def slice_written(copy: StridedCopy, whole: StridedSlice) -> StridedSlice:
 
 
 def _along_dims(copy: StridedCopy, whole: StridedSlice) -> tuple[StridedCopy, Ints, list[int | None]]:
-    """Return the copy with every axis along one dimension of its source: (copy, first index, dimension by axis).
+    """Split axes so that each runs along one dimension of the source; return (copy, first index, dimension per axis).
 
-    An axis that runs over the end of a dimension into the next outer one (a flattened view) is split.  The dimension
+    An axis is split if it runs past the end of a dimension into the next outer one (a flattened view).  The dimension
     of a repeated axis is None.
     """
     start = whole.coordinates(copy.from_offset)
@@ -202,7 +204,7 @@ def _along_dims(copy: StridedCopy, whole: StridedSlice) -> tuple[StridedCopy, In
 def _one_axis_a_dim(
     copy: StridedCopy, start: Ints, dims: list[int | None], whole: StridedSlice
 ) -> list[tuple[StridedCopy, Ints]]:
-    """Return copies of which no two axes run along the same dimension: the outer ones are written out."""
+    """Unroll outer axes until no two axes of a copy run along the same dimension."""
     outer = []
     for axis, dim in enumerate(dims):
         rivals = [a for a, other in enumerate(dims) if other == dim and a != axis and dim is not None]
@@ -231,7 +233,7 @@ def _one_axis_a_dim(
 
 
 def _clip_one(copy: StridedCopy, start: Ints, whole: StridedSlice, part: StridedSlice) -> StridedCopy | None:
-    """Return the part inside ``part`` of a copy with one axis a dimension; None when there is none."""
+    """Restrict a copy with at most one axis per dimension to ``part``; None if nothing is left."""
     offsets, sizes = part.slice.offsets, part.slice.sizes
     first = list(start)
     shape, frm, to_offset = list(copy.shape), [0] * len(copy.shape), copy.to_offset

@@ -1,7 +1,7 @@
-"""The verified push, slime's default: what each rank holds goes to loaders inside the engines, which vouch for it.
+"""The verified push, slime's default: each rank sends what it holds to loaders inside the engines, which verify it.
 
-``push`` is its script.  A carrier moves the buckets: through memory of the trainer's GPUs, by broadcast, or over a
-disk (``slime.ext.fast_push.disk``).
+``push`` implements its steps.  A carrier moves the buckets: through memory of the trainer's GPUs, by broadcast, or
+over a disk (``slime.ext.fast_push.disk``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class VerifiedPush(Transport):
         self.carrier, self._ranks = carrier, ranks
         self._plain = PlainPush(ranks)
         self._is_plain = False
-        """The engines of now are pushed to the plain way."""
+        """True if the current engines get the plain push."""
         self._weights: SentWeights | None = None
         self._takes_slices = False
         self._buckets: DigestedBuckets | None = None
@@ -55,7 +55,7 @@ class VerifiedPush(Transport):
 
     @classmethod
     def of(cls, args: Namespace, ranks: TrainerRanks) -> VerifiedPush:
-        """Make it from flags."""
+        """Make the transport that the flags select."""
         if vars(args).get("update_weight_transport") == "disk":
             from slime.ext.fast_push.disk.delta_carrier import make_carrier
 
@@ -63,12 +63,12 @@ class VerifiedPush(Transport):
         return cls(SharedMemoryCarrier(ranks) if args.colocate else DistributedCarrier(ranks), ranks)
 
     def connect(self, engines: Sequence[EngineProxy], weights: SentWeights) -> None:
-        """Have the carrier know the engines; where some have no loader of ours, the plain push knows them instead."""
+        """Connect the carrier to the engines, or the plain push if an engine lacks a loader that the carrier needs."""
         unverified = [engine.index for engine in engines if loader_of(engine) is None]
         self._is_plain = bool(unverified) and self.carrier.needs_loader
         if unverified and self._ranks.rank == 0:
             logger.warning(
-                "engines %s run without our loader: pushes to them are not verified%s; start them with "
+                "engines %s run without slime's loader: pushes to them are not verified%s; start them with "
                 "slime's --custom-weight-loader (docs/engines.md)",
                 unverified, ", and one that fails ends the push to all" if self._is_plain else "",
             )  # fmt: skip
@@ -81,14 +81,14 @@ class VerifiedPush(Transport):
             self._buckets = self._gathered = None
 
     def send(self, push: Push) -> PushReport:
-        """Have every engine that holds just what was sent serve it; exclude the others."""
+        """Push; every engine that holds exactly what was sent then serves it, and the others are excluded."""
         if self._is_plain:
             return self._plain.send(push)
         gathered = self._gathered_buckets() if push.checks else None
         return push_weights(push, self.buckets, self.carrier, gathered)
 
     def write(self, push: Push) -> Any:
-        """Have the carrier write the weights to disk; engines read them later."""
+        """Let the carrier write the weights to disk; engines read them later."""
         carried = CarriedPush.of(push)
         try:
             written = self.carrier.write(carried, self.buckets)
@@ -103,11 +103,11 @@ class VerifiedPush(Transport):
 
     @property
     def buckets(self) -> DigestedBuckets:
-        """The buckets of this model; made at the first push, collectively."""
+        """The buckets of this model; made collectively at the first push."""
         if self._buckets is None:
             weights = self._weights
             assert weights is not None
-            # Slices are read from the weights.
+            # Slices are read from the parameters, into which added ones (LoRA) are not merged.
             takes_slices = self._takes_slices and added_parameters(weights.model) is None
             source = self._slices(weights) if takes_slices else self._gathered_buckets()
             form = weights.form
@@ -120,7 +120,7 @@ class VerifiedPush(Transport):
             self._buckets = DigestedBuckets(source, kept)
             if isinstance(source, ShardBuckets):
                 source.record_digests = self._buckets.record
-            memory.freeze_long_lived_objects()  # some for each of the model's tensors
+            memory.freeze_long_lived_objects()  # there are several per tensor
         return self._buckets
 
     def _gathered_buckets(self) -> GatheredBuckets:
@@ -133,7 +133,7 @@ class VerifiedPush(Transport):
         return self._gathered
 
     def _slices(self, weights: SentWeights) -> BucketSource:
-        """Return what each rank holds; by stage it is joined on the stage's source, one collective for each bucket."""
+        """Return a source of each rank's slices; by stage, collected on the stage's source rank."""
         if not self.carrier.by_stage:
             return ShardBuckets(weights)
         group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -143,7 +143,7 @@ class VerifiedPush(Transport):
 def left_out_tensors(
     folder: str, weight_map: WeightMap, shape: ModelDims, pushed: Manifest
 ) -> tuple[TensorEntry, ...]:
-    """Return the tensors of a checkpoint that belong to parts that the trainer does not have, and so does not push."""
+    """Return the checkpoint's tensors that are not pushed, because the trainer lacks their part of the model."""
     if not (weight_map.untrained or weight_map.spare or weight_map.mtp) or not stored_names(folder):
         return ()
     own = {entry.name for entry in pushed.tensors}

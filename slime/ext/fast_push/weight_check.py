@@ -1,19 +1,19 @@
-"""Code that runs inside the engine, in place of loading: does the engine hold what the trainer sends?
+"""Checks, run inside the engine in place of loading, that the engine holds what the trainer sends.
 
 SGLang calls these functions as custom weight loaders: ``update_weights_from_tensor`` with ``load_format`` set to the
-function's import path.  ``update_weights_from_distributed`` has no such extension point, so a check always goes
-through from_tensor, also for engines that get their weights over a process group; the payload is then a plain list of
-``(name, tensor)`` pairs, by value (``pickle``, base64) when the engine is on another host.  A flattened bucket is not
-unpacked for custom loaders.
+function's import path.  ``update_weights_from_distributed`` has no such extension point, so a check always uses
+from_tensor, even for engines that get their weights over a process group.  The payload is a plain list of
+``(name, tensor)`` pairs, by value (``pickle``, base64), because SGLang does not unpack a flattened bucket for custom
+loaders.
 
-A loader must not raise, because an exception there ends SGLang's scheduler.  Problems are kept in the process and read
-back through ``/get_weights_by_name`` under the name ``CHECK_REPORT``; ``SGLangEngine`` does that after each check and
-raises WeightSyncError.
+A loader must not raise, because an exception would end SGLang's scheduler.  Problems are kept in the process and read
+back through ``/get_weights_by_name`` under the name ``CHECK_REPORT``; ``engine_verbs.run_weight_check`` does that
+after each check and raises WeightSyncError.
 
-Comparing works for every model and layout without knowing its names: the model's own ``load_weights`` runs against
-scratch copies of the parameters, filled with the bitwise complement of what they hold.  Where the scratch then equals
-the parameter, the tensor was there already; where it still is the complement, nothing was written; anything else is a
-difference.  Fused qkv and gate/up, tensor-parallel slices and casts are those of the real load.
+The comparison works for every model and layout without knowing names: the model's own ``load_weights`` runs on scratch
+copies of the parameters, filled with the bitwise complement of the parameters.  Elements that then equal the parameter
+were already right; elements that still are the complement were not written; any other element is a difference.  Fused
+qkv and gate/up, tensor-parallel slices and casts are those of the real load.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ NAN_BYTE = 0xFF
 
 
 def compare_weights(model: nn.Module, named_tensors: NamedTensors) -> None:
-    """Compare HF-named tensors with what the model holds; change nothing.
+    """Compare HF-named tensors with the model's weights, which stay unchanged.
 
-    Takes, for the length of the call, as much memory again as the weights.
+    Temporarily takes as much additional memory as the weights.
     """
     with reporting(model) as problems:
         problems += differing_names(model, [one for one in named_tensors if not is_description(one[0])])
 
 
 def fill_with_nan(model: nn.Module, named_tensors: NamedTensors) -> None:
-    """Overwrite every floating-point parameter with NaN, so that a push that forgets one is found out.
+    """Overwrite every floating-point parameter that pushes replace with NaN, so that an omission is detected.
 
-    But for those that no push brings; ``named_tensors`` is empty, or a message with the manifest that tells them.
+    ``named_tensors`` is empty, or a message with a manifest whose ``kept`` tensors are not pushed.
     """
     with reporting(model):
         fill_parameters_with_nan(model, _pushed_parameters(model, named_tensors))
 
 
 def find_nan(model: nn.Module, named_tensors: NamedTensors) -> None:
-    """Report the parameters of which some element is still what :func:`fill_with_nan` wrote; arguments likewise."""
+    """Report parameters with elements that :func:`fill_with_nan` (same arguments) wrote and no push replaced."""
     with reporting(model) as problems:
         problems += find_nan_in(model, _pushed_parameters(model, named_tensors))
 
 
 def _pushed_parameters(model: nn.Module, named_tensors: NamedTensors) -> set[str]:
-    """Return the names of the parameters of tensors that a push replaces: by its message, or by the last push.
+    """Return the names of parameters that a push replaces, according to the message or else to the last push.
 
     Args:
-        named_tensors: as for :func:`fill_with_nan`.
+        named_tensors: see :func:`fill_with_nan`.
     """
     kept = [entry for message in decode(named_tensors) for entry in Manifest.from_json(message["manifest"]).kept]
     load = vars(model).get("_slime_load")
@@ -78,7 +78,7 @@ def _pushed_parameters(model: nn.Module, named_tensors: NamedTensors) -> set[str
 
 
 def fill_parameters_with_nan(model: nn.Module, only: Collection[str] | None = None) -> None:
-    """Overwrite floating-point parameters, those in ``only`` or all, with NaN; what no model reads stays."""
+    """Overwrite floating-point parameters (all, or those in ``only``) with NaN, except what no model reads."""
     with torch.no_grad():
         unread = [(part, part.clone()) for part in unread_memory(model)]
         for name, parameter in model.named_parameters():
@@ -89,7 +89,7 @@ def fill_parameters_with_nan(model: nn.Module, only: Collection[str] | None = No
 
 
 def find_nan_in(model: nn.Module, only: Collection[str] | None = None) -> list[str]:
-    """Return the parameters, among those in ``only`` or all, with an element that was not written since the fill."""
+    """Return one sentence per parameter (of all, or of ``only``) with elements not written since the fill."""
     problems, unread = [], unread_memory(model)
     for name, parameter in model.named_parameters():
         if _is_pushed(name, parameter, only):
@@ -102,7 +102,7 @@ def find_nan_in(model: nn.Module, only: Collection[str] | None = None) -> list[s
 
 
 def _is_pushed(name: str, parameter: Tensor, only: Collection[str] | None) -> bool:
-    """Return True for floating-point parameters except the engine's own scales and descriptions."""
+    """Return True for floating-point parameters other than the engine's own scales and descriptions."""
     is_own = is_own_scale(name) or is_description(name)
     return parameter.is_floating_point() and not is_own and (only is None or name in only)
 
@@ -118,14 +118,14 @@ def _nan_of(parameter: Tensor) -> int:
 def differing_names(
     model: nn.Module, named_tensors: list[tuple[str, Tensor]], only: Collection[str] | None = None
 ) -> list[str]:
-    """Return the names among ``named_tensors`` whose loading would change the model, each with the place.
+    """Return one sentence for each of ``named_tensors`` whose loading would change the model.
 
     Args:
-        model: has a ``load_weights``; holds the same afterwards.
-        only: parameters that they go to, when that is known; it bounds the memory taken.
+        model: has a ``load_weights``; its weights are the same afterwards.
+        only: the parameters that the tensors go to, if known; limits the memory taken.
 
     Raises:
-        torch.OutOfMemoryError: there is no room for the copies, or for the load into them.
+        torch.OutOfMemoryError: the copies, or the load into them, do not fit into memory.
     """
     parameters = {name: p for name, p in model.named_parameters() if only is None or name in only}
     held = {name: parameter.data for name, parameter in parameters.items()}
@@ -136,22 +136,22 @@ def differing_names(
             try:
                 model.load_weights(named_tensors)  # type: ignore[operator]
             except torch.OutOfMemoryError:
-                raise  # says nothing of what was sent
-            except Exception as error:  # whatever the model's own loader raises; a report, not the scheduler's end
+                raise  # not a property of the tensors sent
+            except Exception as error:  # any error of the model's loader is reported, not raised into the scheduler
                 return [_unloadable(named_tensors, error)]
             wrong = {name for name in parameters if _num_different(parameters[name].data, held[name])}
             return _blame(model, named_tensors, parameters, held, wrong) if wrong else []
     finally:
         for name, parameter in parameters.items():
             parameter.data = held[name]
-        rebuild_derived(model)  # the loads above made it from the scratch copies
+        rebuild_derived(model)  # the loads above derived values from the scratch copies
 
 
 def rebuild_derived(model: nn.Module) -> None:
-    """Make again what a model derives from its weights, such as the split ``kv_b_proj`` of latent attention.
+    """Recompute what a model derives from its weights, such as the split ``kv_b_proj`` of latent attention.
 
-    Some of SGLang's drafts inherit ``post_load_weights`` from their target, and look for the target's layers unless
-    ``is_nextn`` says otherwise.
+    Some of SGLang's draft models inherit ``post_load_weights`` from their target, and look for the target's layers
+    unless ``is_nextn`` is True.
     """
     rebuild = getattr(model, "post_load_weights", None)
     if rebuild is None:
@@ -174,7 +174,7 @@ def _blame(
     held: dict[str, Tensor],
     wrong: set[str],
 ) -> list[str]:
-    """Load one tensor at a time into fresh scratch and see which of them differ."""
+    """Find which tensors differ by loading one at a time into fresh scratch copies."""
     blamed = []
     for name, tensor in named_tensors:
         for parameter_name in wrong:

@@ -1,12 +1,12 @@
-"""Our weight loader, which runs inside the engine: takes the buckets of a push and vouches for what it has loaded.
+"""slime's weight loader, which runs inside the engine: takes the buckets of a push and verifies what it has loaded.
 
 SGLang calls :func:`receive` on every rank for each ``/update_weights_from_tensor`` that names it as ``load_format``,
-once for each model object: with speculative decoding first for the draft model, then for the target.  What concerns
-the process (mapping a buffer, receiving a broadcast, digests) is done for the first of them, what concerns a model
-for each; a message's ``id`` tells repetitions from new ones.
+once per model object: with speculative decoding, first for the draft model, then for the target.  Work of the process
+(mapping a buffer, receiving a broadcast, digests) is done in the first call, work of a model in each; a message's
+``id`` tells repeated calls from new messages.
 
-The digest of a bucket is taken from the bytes that arrived.  That the model holds these bytes is checked on the device
-right after each load (``ModelLoad``), after the engine's own casts; both together are what is acknowledged.
+A bucket's digest is computed from the bytes that arrived.  After each load the device checks that the model holds
+these bytes, after the engine's own casts (``ModelLoad``).  The acknowledgement combines both.
 """
 
 from __future__ import annotations
@@ -54,41 +54,41 @@ VERBS = frozenset(
         "leave_weight_group",
     }
 )
-"""The messages of ``engine_verbs``."""
+"""The messages sent by ``engine_verbs``."""
 
 
 def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Load messages in place of weights: ``named_tensors`` carry them; see ``messages``."""
+    """Handle the messages carried by ``named_tensors`` (see ``messages``)."""
     answer_by_name(model, PUSH_REPORT, _RANK.report)
     for message in decode(named_tensors):
         try:
             _RANK.handle(model, message)
-        except Exception as error:  # the edge of our code inside the scheduler, which an exception would end
+        except Exception as error:  # an exception must not reach the scheduler, which it would end
             logger.exception("the weight receiver failed at %s", message["verb"])
             _RANK.record(message, error)
 
 
 class ReceivingRank:
-    """State of the push under way in one process of an engine; a verb of ``engine_verbs`` is a method here, too."""
+    """State of the current push in one process of an engine; each message of ``engine_verbs`` is a method here."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._shares: EngineShares | None = None
-        """Of the manifest of the push begun last; None where it is not known."""
+        """Shares of the manifest of the push begun last; None if the manifest is unknown."""
         self._push_id: str | None = None
         self._incoming = IncomingBytes()
         self._problems: list[str] = []
-        """Of the push, beside those of the models."""
+        """Problems of the push that belong to no model."""
         self._message_problems: list[str] = []
-        """Of the last message, where it belongs to no push."""
+        """Problems of the last message, if it belongs to no push."""
         self._message_id = ""
         self._flat: Tensor | None = None
-        """The bucket of the last message; None when it was loaded before."""
+        """The bucket of the last message; None if it had been loaded before."""
         self._times = DeviceTimes()
-        """Of the push under way."""
+        """Device times of the current push."""
 
     def handle(self, model: nn.Module, message: dict[str, Any]) -> None:
-        """Do what a message asks, for one model; its verb is the name of the method."""
+        """Handle a message for one model; its ``verb`` names the method."""
         is_first = message["id"] != self._message_id
         if is_first:
             self._message_id, self._message_problems, self._flat = message["id"], [], None
@@ -97,12 +97,12 @@ class ReceivingRank:
         getattr(self, message["verb"])(model, message, is_first)
 
     def begin_weight_update(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
-        """Start the push (first call only), and the load of ``model`` by its manifest."""
+        """Start the push (in the first call) and the load of ``model`` with the push's manifest."""
         if is_first:
             self._push_id, self._problems, self._times = message["push_id"], [], DeviceTimes()
             self._incoming.begin()
             if self._shares is None or self._shares.manifest.id != message["manifest_id"]:
-                self._shares = None  # stays so where the message does not say
+                self._shares = None  # stays None if the message does not include the manifest
                 self._shares = _shares_of(message)
             if self._shares is not None:
                 self._shares.begin()
@@ -110,14 +110,14 @@ class ReceivingRank:
             self._load_of(model).begin(self._shares.manifest)
 
     def receive_weight_buckets(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
-        """Load buckets that arrive as handles of a trainer rank's GPU memory."""
+        """Load buckets that arrive as handles to a trainer rank's memory."""
         self._require_push(message["push_id"])
         for index, handle in message["payload"]:
             self._take(model, index, handle)
         _wait_for_device()
 
     def receive_weight_bucket(self, model: nn.Module, message: dict[str, Any], is_first: bool) -> None:
-        """Load a bucket that arrives by a folder or a broadcast; the first call fetches its bytes."""
+        """Load a bucket from a folder or a broadcast; the first call fetches its bytes."""
         if is_first:
             self._flat = self._obtain(model, message)
         if self._flat is not None:
@@ -151,7 +151,7 @@ class ReceivingRank:
         (self._problems if is_of_push else self._message_problems).append(problem)
 
     def report(self) -> list[str]:
-        """Return the state of the push over all ranks, as one JSON text; every rank must call this."""
+        """Return the state of the push over all ranks as one JSON text; every rank must call this."""
         shares, loads = self._shares, [self._load_of(model) for model in self._models]
         problems = [
             *self._message_problems,
@@ -200,7 +200,7 @@ class ReceivingRank:
     # --- what the verbs are made of -------------------------------------------------------------------------------
 
     def _obtain(self, model: nn.Module, message: dict[str, Any]) -> Tensor | None:
-        """Return the bytes of a bucket from a folder or a broadcast; None for one that was loaded before."""
+        """Fetch the bytes of a bucket from a folder or a broadcast; None if it was loaded before."""
         index, device = message["bucket_index"], device_of(model)
         try:
             self._require_push(message["push_id"])
@@ -221,7 +221,7 @@ class ReceivingRank:
         return flat
 
     def _take(self, model: nn.Module, index: int, handle: str) -> None:
-        """Load a bucket that this process can map, unless this model has it already."""
+        """Load a bucket that this process can map, unless this model has already loaded it."""
         shares, device = self._known_shares(), device_of(model)
         bucket = shares.bucket(index)
         if self._load_of(model).has(index):
@@ -265,11 +265,11 @@ class ReceivingRank:
 
 
 def _shares_of(message: dict[str, Any]) -> EngineShares | None:
-    """Return the shares of a manifest; None where the message brings only its name."""
+    """Return the shares of the message's manifest; None if it has only the manifest's id."""
     if "manifest" not in message:
         return None
     gc.collect()
-    gc.freeze()  # a collection would walk over the whole model several times while manifest and plan are made
+    gc.freeze()  # otherwise collections traverse the whole model several times while manifest and plan are made
     manifest = Manifest.from_json(zlib.decompress(base64.b64decode(message["manifest"])).decode())
     if manifest.id != message["manifest_id"]:
         raise WeightSyncError(f"manifest {message['manifest_id']} came with the content of {manifest.id}")
@@ -277,12 +277,12 @@ def _shares_of(message: dict[str, Any]) -> EngineShares | None:
 
 
 def unfilled(planned: Sequence[tuple[nn.Module, LoadPlan]]) -> list[str]:
-    """Return the parameters that no tensor of the push fills, in all models of the process together."""
+    """Return one sentence per parameter that no tensor of the push fills, over all models of the process."""
     found = []
     for model, plan in planned:
         others = set().union(*(other.written_memory for _, other in planned if other is not plan))
         for name, sentence in plan.unwritten.items():
-            # A draft model may share its embedding with the target, which is the one that loads it.
+            # A draft model may share its embedding with the target, which loads it.
             if model.get_parameter(name).untyped_storage().data_ptr() not in others:
                 found.append(sentence)
     unused = frozenset.intersection(*(plan.unused for _, plan in planned)) if planned else frozenset()
@@ -305,7 +305,7 @@ def _require_room(flat: Tensor, index: int, bucket: BucketEntry) -> None:
 
 
 def _wait_for_device() -> None:
-    """Wait for the device: the trainer overwrites the buffer as soon as the request is answered."""
+    """Synchronize with the device, because the trainer overwrites the buffer as soon as the request is answered."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 

@@ -3,6 +3,6 @@
     engine ─▶ response ─▶ finished ─▶ filtered | returned | handed ─▶ trained ─▶ saved ─▶ published
                             each is a record in an append-only segment file
 
-``ledger`` is the observer that the rollout manager holds; ``journal`` writes records (``records``), samples as bytes
-(``sample_codec``), into files (``segments``); ``recovery`` gives them to the next process.
+``ledger`` is the rollout manager's observer.  ``journal`` writes records, with samples encoded by ``sample_codec``, to
+files (``segments``); ``records`` and ``recovery`` restore them in the next process.
 """

@@ -19,29 +19,29 @@ def ledger_folder(args: Namespace) -> Path:
 
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the ledger group to ``parser``."""
-    group = parser.add_argument_group("ledger", "The write-ahead log of every prompt group; kept with --save.")
+    group = parser.add_argument_group("ledger", "The write-ahead log of every prompt group; written with --save.")
     group.add_argument(
         "--no-rollout-ledger",
         action="store_true",
-        help="Write no ledger: after a crash, what followed the last checkpoint is generated again.",
+        help="Write no ledger: after a crash, everything since the last checkpoint is generated again.",
     )
     group.add_argument(
         "--rollout-ledger-dir",
         type=file_path,
         metavar="DIR",
-        help="Folder of the ledger. Default: ledger in --save.",
+        help="Folder of the ledger. Default: the folder ledger in --save.",
     )
     group.add_argument(
         "--rollout-ledger-flush-s",
         type=wait_s,
         default=0.02,
-        help="Seconds that a response may stay in memory before the ledger writes it.",
+        help="Maximum seconds that a response stays in memory before the ledger writes it.",
     )
     group.add_argument(
         "--rollout-ledger-timeout-s",
         type=wait_s,
         default=60.0,
-        help="Seconds of failed writes of the ledger (a full disk) before the job ends.",
+        help="Seconds that writes of the ledger may keep failing (a full disk) before the job ends.",
     )
 
 

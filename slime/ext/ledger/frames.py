@@ -1,16 +1,16 @@
-"""Frames: the records of the ledger as bytes, and the segment files that hold them, read in order.
+"""Frames: the ledger's records as bytes, and reading them in order from segment files.
 
-A frame is a header, a *head* (msgpack: what happened, small enough to be read by the million) and a *blob* (tokens,
-log-probs and everything else a sample holds; readers of events alone seek over it).
+A frame has a header, a *head* (msgpack: the event, small enough to read millions) and a *blob* (tokens, log-probs and
+everything else in a sample; readers that need only events skip it).
 
     magic u8 | kind u8 | head bytes u32 | blob bytes u32 | crc32 of head | of blob | of the header so far
 
-Frames are only appended.  A process that is killed leaves at most one unfinished frame, at the end of its last
-segment: the file ends before the frame does, and the reader passes over it.  Anything else that is not as it was
-written is damage, and the ledger is read up to there, as if the run had been killed at that moment.
+Frames are only appended.  A killed process leaves at most one unfinished frame, at the end of its last segment: the
+file ends before the frame does, and the reader ignores it.  Any other deviation from what was written is damage; the
+ledger is read up to there, as if the run had been killed at that moment.
 
-A segment that continues another one begins with the size of that one, and numbers have no gaps: so a file that was cut
-short or is gone is found, too.
+A segment that continues another begins with the other's size, and segment numbers have no gaps, so truncated and
+missing files are detected too.
 """
 
 from __future__ import annotations
@@ -39,46 +39,46 @@ HEADER_BYTES = _FIXED.size + _CRC.size
 
 
 def segment_number(path: Path) -> int:
-    """Return the number in the name of a segment."""
+    """Return the number in a segment's file name."""
     return int(path.stem.removeprefix("segment-"))
 
 
 class Kind(IntEnum):
-    """The event that a record tells of.  The numbers are on disk."""
+    """The event that a record describes.  The numbers are stored on disk."""
 
     LIFE = 1
-    """A process opened the journal: the rollout it starts at, and its config fingerprint (head key ``facts``)."""
+    """A process opened the journal; has its first rollout and its config fingerprint (head key ``facts``)."""
     BEGIN = 2
-    """A rollout is generated; earlier records of it and of later rollouts no longer count."""
+    """Generation of a rollout begins; this voids earlier records of it and of later rollouts."""
     ISSUED = 3
-    """The data source was asked for groups and gave these."""
+    """The data source returned these groups."""
     RESPONSE = 4
-    """An engine returned the answer of one execution, whole or cut off."""
+    """An engine returned the answer of one execution, complete or truncated."""
     FINISHED = 5
-    """All executions of a group are answered and rewarded."""
+    """All executions of a group have answers and rewards."""
     FILTERED = 6
-    """The group will not be trained, for the reason given."""
+    """The group will not be trained on, for the given reason."""
     RETURNED = 7
     """Groups went back to the data source's buffer: unfinished, or finished surplus."""
     HANDED = 8
-    """A group is part of a rollout's train data.  Counts once the rollout's BATCH follows."""
+    """A group is part of a rollout's train data.  Takes effect once the rollout's BATCH follows."""
     BATCH = 9
     """The train data of a rollout is complete."""
     DISCARDED = 10
-    """Groups that the rollout function neither handed over nor returned."""
+    """The rollout function neither handed over nor returned these groups."""
     TRAINED = 12
-    """The optimizer took the steps of a rollout."""
+    """The trainer has trained on a rollout."""
     PUBLISHED = 14
     """The tracker names the checkpoint."""
     CONTINUED = 15
-    """The segment goes on where another one, of so many bytes, ends."""
+    """The segment continues the previous one, whose size in bytes is given."""
     DAMAGED = 17
-    """Found by the reader, and never on disk: what follows is not as it was written (head key ``what``)."""
+    """Made by the reader, never stored: what follows is damaged (head key ``what``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record as read from a segment; the blob stays on disk."""
+    """A record read from a segment, without its blob, which stays on disk."""
 
     kind: Kind
     head: dict[str, Any]
@@ -88,7 +88,11 @@ class Record:
     blob_crc: int
 
     def read_blob(self) -> bytes:
-        """Read the blob from the file."""
+        """Read the blob from the file.
+
+        Raises:
+            DataError: the blob is truncated or does not match its checksum.
+        """
         if not self.blob_bytes:
             return b""
         with open(self.segment, "rb") as file:
@@ -107,7 +111,7 @@ _decode_head = msgspec.msgpack.Decoder(dict).decode
 
 
 def pack_frame(kind: Kind, head: Mapping[str, Any], blob: bytes = b"") -> bytes:
-    """Return one frame."""
+    """Return a record as one frame."""
     body = encode_value(head)
     fixed = _FIXED.pack(MAGIC, kind, len(body), len(blob), zlib.crc32(body), zlib.crc32(blob))
     return b"".join((fixed, _CRC.pack(zlib.crc32(fixed)), body, blob))
@@ -130,15 +134,15 @@ def _records(file: IO[bytes], path: Path) -> Iterator[Record]:
 
 
 def _read_frame(file: IO[bytes], path: Path, size: int) -> Record | None:
-    """Read header and head of the frame at the present place; None when the file ends before the frame does."""
+    """Read header and head of the frame at the file's position; None if the file ends before the frame does."""
     begin = file.tell()
     start = file.read(_FIXED.size)
     if start[0] != MAGIC:
-        raise DataError("no record of this version begins here")
+        raise DataError("no record of this format version begins here")
     if begin + HEADER_BYTES > size:
         return None
     _, kind, head_bytes, blob_bytes, head_crc, blob_crc = _FIXED.unpack(start)
-    # With a checksum for itself, so that no flipped length looks like an unfinished frame.
+    # The header has its own checksum, so that a corrupted length does not look like an unfinished frame.
     if file.read(_CRC.size) != _CRC.pack(zlib.crc32(start)):
         raise DataError("the header of a record differs from its checksum")
     blob_offset = begin + HEADER_BYTES + head_bytes
@@ -154,7 +158,7 @@ def _read_frame(file: IO[bytes], path: Path, size: int) -> Record | None:
 
 
 def segment_path(folder: Path, number: int) -> Path:
-    """Return the file of segment ``number``."""
+    """Return the path of segment ``number``."""
     return folder / f"segment-{number:08d}.led"
 
 
@@ -164,14 +168,14 @@ def segment_files(folder: Path) -> list[Path]:
 
 
 def next_number(folder: Path) -> int:
-    """Return a segment number that was never used in ``folder``."""
+    """Return a segment number above all in ``folder``."""
     return max(map(segment_number, segment_files(folder)), default=-1) + 1
 
 
 def read_folder(folder: Path, *, first_segment: int = 0) -> Iterator[Record]:
     """Yield the records from segment ``first_segment`` on.
 
-    Where a file is damaged, cut or missing comes a DAMAGED, and nothing after it.
+    If a file is damaged, truncated or missing, yields a DAMAGED record there and ends.
     """
     before: Path | None = None
     for path in segment_files(folder):
@@ -197,5 +201,5 @@ def read_folder(folder: Path, *, first_segment: int = 0) -> Iterator[Record]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the number of bytes that ``read_folder`` passes over."""
+    """Return the total size of the segments in bytes."""
     return sum(path.lstat().st_size for path in segment_files(folder))

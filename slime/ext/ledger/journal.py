@@ -1,7 +1,7 @@
-"""The journal of one process: one cheap ``record_*`` method for each event in the life of a prompt group.
+"""The journal of one process: one cheap ``record_*`` method per event in the life of a prompt group.
 
-The methods of the rollout path hold references and return; the frames are made by the writer's thread.  ``recovery``
-and ``tools/ledger.py`` read what is written here.
+The methods on the rollout path only keep references and return; the writer's thread makes the frames.  ``recovery``
+and ``tools/ledger.py`` read them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from slime.utils.redaction import redacted
 from slime.utils.types import Sample
 
 PROMPT_CHARS = 160
-"""Characters of a prompt that the head of ISSUED shows."""
+"""Characters of a prompt stored in the head of ISSUED."""
 
 _FINGERPRINT_FLAGS = {
-    # With another value here, a recorded sample is not what this run would make.  Addresses of servers may change.
+    # If one of these differs, recorded samples are not what this run would generate.  Server addresses may change.
     SAMPLE_FLAGS: (
         "hf_checkpoint",
         "prompt_data",
@@ -59,7 +59,7 @@ _FINGERPRINT_FLAGS = {
         "custom_rm_path",
         "group_rm",
     ),
-    # With another value here, samples are of use, but whole rollouts are not repeated.
+    # If one of these differs, samples are usable, but whole rollouts are not replayed.
     BATCH_FLAGS: (
         "rollout_batch_size",
         "over_sampling_batch_size",
@@ -77,9 +77,9 @@ _HOOKS = ("custom_generate_function_path", "custom_rm_path", "rollout_sample_hoo
 
 
 def config_fingerprint(args: Namespace) -> dict[str, dict[str, str]]:
-    """Return the flags, as text, that must be the same for samples of an earlier process to be of use.
+    """Return the flags, as text, that must be equal for an earlier process's samples to be usable.
 
-    A flag of an extension that is not installed counts as None.
+    Flags of extensions that are not installed count as None.
     """
     return {
         part: {name: str(redacted(getattr(args, name, None), name)) for name in names}
@@ -88,16 +88,16 @@ def config_fingerprint(args: Namespace) -> dict[str, dict[str, str]]:
 
 
 class UserCode(NamedTuple):
-    """The moments at which user code may edit lists of a sample in place."""
+    """When user code may modify a sample's lists in place."""
 
     before_finish: bool = True
-    """Between the answer and the end of the group."""
+    """Between the answer and the group's end."""
     after_finish: bool = True
-    """Between the end of a group and the end of its rollout."""
+    """Between the group's end and its rollout's end."""
 
 
 def user_code(args: Namespace) -> UserCode:
-    """Return what the hooks of this run may do."""
+    """Return when this run's hooks may modify samples."""
     late = (getattr(args, name) for name in ("rollout_function_path", *_LATE_HOOKS))
     return UserCode(
         before_finish=any(getattr(args, name) for name in _HOOKS),
@@ -106,32 +106,32 @@ def user_code(args: Namespace) -> UserCode:
 
 
 class Issued(NamedTuple):
-    """A group in the hands of the rollout function."""
+    """A group issued to the rollout function."""
 
     indices: list[int]
-    """``Sample.index`` of each execution; with the group's number, the name of the execution."""
+    """``Sample.index`` of each execution; together with the group's number it identifies the execution."""
     fields: list[dict[str, Any]]
     """The fields of each sample when it was issued."""
     segment: int
-    """The oldest segment that may hold a record of it."""
+    """The oldest segment that may contain a record of it."""
 
 
 class _Event(NamedTuple):
-    """An event on its way to the writer."""
+    """An event queued for the writer."""
 
     kind: Kind
     head: dict[str, Any]
     entries: Sequence[tuple[Any, Snapshots, dict[str, Any] | None]] = ()
     """``(key, samples, fields as issued)`` of each execution in the record."""
     forget: Sequence[Any] | None = ()
-    """Executions whose next record must not build on earlier ones; None: all of them."""
+    """Keys of executions whose next record must not build on earlier ones; None means all."""
     blob: bytes = b""
 
 
 class Journal:
-    """Everything that a process writes down.
+    """Records the events of one process.
 
-    Invariant: a group named by ``record_issued`` is open until it is returned, filtered, handed over or discarded.
+    Invariant: a group recorded by ``record_issued`` is open until it is returned, filtered, handed over or discarded.
     """
 
     def __init__(
@@ -148,10 +148,10 @@ class Journal:
         """Open ``folder`` for a new process.
 
         Args:
-            folder: of the ledger.
-            fingerprint: see ``config_fingerprint``; recovery compares it.
-            run: identity of the run.
-            user_code: by default, user code may edit samples at any time.
+            folder: the ledger's folder.
+            fingerprint: see ``config_fingerprint``; compared by recovery.
+            run: id of the run.
+            user_code: when user code may modify samples; by default at any time.
             flush_s, timeout_s, is_threaded: see ``JournalWriter``.
         """
         self.rollout_id = -1
@@ -174,10 +174,10 @@ class Journal:
     # The rollout path
 
     def record_issued(self, num_wanted: int, groups: list[list[Sample]], recovered: Iterable[bool]) -> None:
-        """Record that the data source was asked for ``num_wanted`` groups and gave ``groups``.
+        """Record that the data source was asked for ``num_wanted`` groups and returned ``groups``.
 
         Args:
-            recovered: for each group, whether samples of an earlier process were put in.
+            recovered: for each group, whether it contains samples recovered from an earlier process.
         """
         described: list[list[Any] | None] = []
         for group, is_recovered in zip(groups, recovered, strict=True):
@@ -192,14 +192,14 @@ class Journal:
         self._record(Kind.ISSUED, wanted=num_wanted, groups=described)
 
     def record_response(self, sample: Sample, entry: Any) -> None:
-        """Record that the generate function made ``entry`` of ``sample``; hooks and reward are still to come."""
+        """Record that the generate function made ``entry`` from ``sample``, before hooks and reward."""
         issued = self.open.get(sample.group_index)  # type: ignore[arg-type]
         if issued is None or sample.index not in issued.indices:
             return
         key = (sample.group_index, sample.index)
         fields = issued.fields[issued.indices.index(sample.index)]
         head = {"t": time.time(), "r": self.rollout_id, "g": sample.group_index, "i": [sample.index]}
-        # The hooks come right after this; the other records are made when they have run.
+        # Hooks run right after this; all other records are made after the hooks.
         samples = snapshot(entry, copy_lists=self._user_code.before_finish)
         self.writer.put(_Event(Kind.RESPONSE, head, [(key, samples, fields)]))
 
@@ -223,12 +223,12 @@ class Journal:
     # The rollout manager
 
     def record_start(self, start_rollout_id: int, *, first_segment: int) -> None:
-        """Record the rollout that this process begins with, and the first segment that it has read."""
+        """Record this process's first rollout, and the first segment that it has read."""
         self._record(Kind.LIFE, start=start_rollout_id, first=first_segment, **self._process)
         self.writer.flush()
 
     def record_begin(self, rollout_id: int) -> None:
-        """Record that a rollout is about to be generated; its records begin in a new segment."""
+        """Record that generation of a rollout begins, in a new segment."""
         self.writer.rotate()
         self.rollout_id = rollout_id
         self._record(Kind.BEGIN, forget=None)  # A recovery that begins here must not need earlier records.
@@ -236,11 +236,11 @@ class Journal:
     def record_batch(
         self, rollout_id: int, groups: list[Any], metrics: Mapping[str, Any] | None, *, keeps_open: bool
     ) -> None:
-        """Record ``groups`` as the train data of the rollout; return when that is written.
+        """Record ``groups`` as the rollout's train data; returns once that is written.
 
         Args:
-            keeps_open: whether the rollout function continues with the other open groups in its next rollout;
-                otherwise it has dropped them.
+            keeps_open: whether the rollout function continues the other open groups in its next rollout; otherwise
+                it has dropped them.
         """
         seen: set[int | None] = set()
         for group in groups:
@@ -308,7 +308,7 @@ class Journal:
 
 
 def group_name(group: Any) -> int | None:
-    """Return ``group_index`` of the group's first sample; None when the data source gives no numbers."""
+    """Return ``group_index`` of the group's first sample; None if the data source does not number samples."""
     entry = group
     while isinstance(entry, list):
         if not entry:
@@ -319,7 +319,7 @@ def group_name(group: Any) -> int | None:
 
 
 def prompt_start(prompt: Any) -> str:
-    """Return the part of a prompt that ISSUED shows: of messages, the last one."""
+    """Return the start of a prompt (of the last message, if a list of messages), as stored in ISSUED."""
     if isinstance(prompt, list):
         prompt = str(prompt[-1].get("content", "")) if prompt and isinstance(prompt[-1], dict) else ""
     return str(prompt)[:PROMPT_CHARS]

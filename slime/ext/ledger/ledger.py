@@ -1,11 +1,11 @@
-"""The ledger as the rollout manager holds it: an observer of the run's groups, which also records the data source.
+"""The rollout manager's ledger: an observer of the run's groups that also records calls of the data source.
 
     ledger = Ledger(args, data_source)
     ledger.start(first_rollout)                     once the data source is at the checkpoint's position
-    ledger.make_samples(k, generate)                the recorded samples of rollout k, or those of generate()
+    ledger.make_samples(k, generate)                returns the recorded samples of rollout k, or generate()
     ledger.trained(k); ledger.save(k, position); ledger.published(k)
 
-Position of a checkpoint: the first segment that a process which starts from it has to read.
+A checkpoint's position is the first segment that a process resuming from it must read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def position_path(folder: str, rollout_id: int) -> Path:
-    """Return the file, beside the data position, with a checkpoint's position in the ledger."""
+    """Return the file with a checkpoint's position in the ledger, stored next to the data position."""
     return Path(folder) / "rollout" / f"ledger_position_{rollout_id}.pt"
 
 
@@ -44,18 +44,18 @@ class Position(NamedTuple):
     """A position in the ledger."""
 
     first: int
-    """The oldest segment that is still needed."""
+    """The oldest segment still needed."""
     issued: list[Issued]
-    """Groups in the hands of the rollout function."""
+    """Groups issued to the rollout function and still open."""
     others: list[Any]
-    """States of groups that an earlier process left open and that the rollout function has not asked for yet."""
+    """States of groups left open by an earlier process and not yet requested by the rollout function."""
 
 
 class Ledger(GroupObserver):
     """The ledger of one process.
 
-    Threads: ``make_samples`` and ``position`` are never called at the same time; the rest may be called while
-    ``make_samples`` runs, so it must not touch ``_recovery``.
+    Threads: ``make_samples`` and ``position`` are never called concurrently.  Other methods may be called while
+    ``make_samples`` runs, so they must not touch ``_recovery``.
     """
 
     def __init__(self, args: Namespace, source: Any, *, is_threaded: bool = True) -> None:
@@ -72,7 +72,7 @@ class Ledger(GroupObserver):
         if isinstance(source, RolloutDataSource):
             self._fingerprint[SAMPLE_FLAGS]["content of prompt_data"] = source.content_digest()
         self._run = _run_of(folder) or uuid.uuid4().hex
-        """The identity of the run, by which its checkpoints know the ledger wherever the folder is."""
+        """Id of the run, by which checkpoints recognize the ledger even if the folder was moved."""
         self.journal = Journal(
             folder,
             fingerprint=self._fingerprint,
@@ -86,11 +86,11 @@ class Ledger(GroupObserver):
         self._recovery: Recovery | None = None
         self._marks = Marks({}, {})
         self._saved: dict[int, int] = {}
-        """Rollout of a checkpoint that may not be on disk yet -> the first segment that it needs."""
+        """Rollout of a checkpoint not known to be published -> the first segment that it needs."""
         self._is_started = False
 
     def start(self, start_rollout_id: int) -> None:
-        """Recover the records that came after the checkpoint that this process starts from."""
+        """Recover the records made after the checkpoint that this process starts from."""
         self._is_started = True
         first, open_groups = self._find_position(start_rollout_id)
         if first < self.journal.writer.number or open_groups:
@@ -103,14 +103,14 @@ class Ledger(GroupObserver):
             )
             if found := self._recovery.describe():
                 logger.info(
-                    "The ledger %s gives %s; they are not generated again. Remove the folder to generate them again.",
-                    self._folder,
+                    "Reusing %s from the ledger %s. Remove the folder to generate them again.",
                     found,
+                    self._folder,
                 )
         self.journal.record_start(start_rollout_id, first_segment=first)
 
     def _find_position(self, start_rollout_id: int) -> tuple[int, list[Any]]:
-        """Return the first segment to read, and the groups that were open when the checkpoint was made."""
+        """Return the first segment to read and the groups that were open when the checkpoint was made."""
         own = self.journal.writer.number
         if start_rollout_id == 0:
             return _fresh_position(self._folder, own, self._args.save), []
@@ -118,14 +118,14 @@ class Ledger(GroupObserver):
             return own, []
         path = position_path(self._args.load, start_rollout_id - 1)
         if not path.is_file():
-            logger.info("There is no ledger position %s: records after the checkpoint are not used.", path)
+            logger.info("No ledger position %s: records after the checkpoint are not used.", path)
             return own, []
         position = read_state(path, what="The position in the ledger")
         open_groups = groups_from_state(position["open"])
         if position["run"] != self._run or position["first"] >= own:  # the folder may have been moved since
             logger.warning(
-                "The ledger %s is not the one of the checkpoint, which was %s: records after the checkpoint are not "
-                "used, and its %d groups in flight are generated again.",
+                "The ledger %s is not the checkpoint's, which was %s: records after the checkpoint are not used, and "
+                "its %d groups in flight are generated again.",
                 self._folder,
                 position["folder"],
                 len(open_groups),
@@ -139,7 +139,7 @@ class Ledger(GroupObserver):
         return self._recovery.recover(group, self.journal.rollout_id, self._marks)
 
     def make_samples(self, rollout_id: int, generate: Callable[[], RolloutFnTrainOutput]) -> RolloutFnTrainOutput:
-        """Return the train data of a rollout: recorded before a crash, or made by ``generate`` and recorded now."""
+        """Return a rollout's train data: as recorded before a crash, or from ``generate``, and then record it."""
         if not self._is_started:
             self.start(rollout_id)
         if self._recovery is not None:
@@ -152,13 +152,13 @@ class Ledger(GroupObserver):
         self.journal.record_begin(rollout_id)
         self._marks.masked.clear()
         output = generate()
-        # Whether groups of this rollout function stay in flight from one rollout to the next.
+        # Whether the rollout function keeps groups in flight across rollouts.
         keeps_open = bool(getattr(load_function(self._args.rollout_function_path), "keeps_groups_in_flight", False))
         self.journal.record_batch(rollout_id, output.samples, output.metrics, keeps_open=keeps_open)
         return output
 
     def position(self, rollout_id: int) -> Position:
-        """Return the position before rollout ``rollout_id`` begins, which a checkpoint made now needs."""
+        """Return the position before rollout ``rollout_id`` begins, for a checkpoint made now."""
         if not self._is_started:
             self.start(rollout_id)
         open_groups = list(self.journal.open.values())
@@ -179,21 +179,21 @@ class Ledger(GroupObserver):
         self.journal.record_filtered(group, reason)
 
     def has_mask(self, sample: Sample) -> bool:
-        """Return whether the sample was recovered into the rollout that drew it."""
+        """Return whether the sample was recovered in the rollout that generated it."""
         return self._marks.masked.pop(id(sample), None) is not None
 
     def lacks_hooks(self, sample: Sample) -> bool:
-        """Return whether the answer was recovered before the sample hooks saw it."""
+        """Return whether the answer was recorded before sample hooks ran on it."""
         return self._marks.unseen.pop(id(sample), None) is not None
 
     def trained(self, rollout_id: int) -> None:
         self.journal.record_trained(rollout_id)
 
     def save(self, rollout_id: int, position: Position | None = None) -> None:
-        """Write the position that belongs to the checkpoint after ``rollout_id``.
+        """Write the position of the checkpoint after ``rollout_id``.
 
         Args:
-            position: from before the next rollout began; by default it has not begun.
+            position: the position before the next rollout began; None if it has not begun.
         """
         first, open_groups, others = self.position(rollout_id + 1) if position is None else position
         self.journal.writer.flush(sync=True)
@@ -205,9 +205,9 @@ class Ledger(GroupObserver):
         self._saved[rollout_id] = first
 
     def published(self, rollout_id: int) -> None:
-        """Record that the checkpoint counts, and drop what only earlier ones needed.
+        """Record that the checkpoint is published, and drop what only earlier checkpoints needed.
 
-        With --async-save it counts later, when it is on disk: then the next call finds it.
+        With --async-save it is published later, once on disk; then the next call handles it.
         """
         latest = max((k for k in self._saved if k <= _tracked_rollout(self._args.save)), default=None)
         if latest is None:
@@ -219,24 +219,24 @@ class Ledger(GroupObserver):
         try:
             freed = retire(self._folder, first_needed=first)
         except OSError as error:  # the next checkpoint tries again
-            logger.warning("The ledger %s keeps what is not needed any more: %s", self._folder, error)
+            logger.warning("Could not delete obsolete files of the ledger %s: %s", self._folder, error)
             return
-        logger.debug("The ledger dropped %d bytes that the checkpoint after rollout %d made final", freed, latest)
+        logger.debug("The ledger freed %d bytes that the checkpoint after rollout %d made obsolete", freed, latest)
 
     def close(self) -> None:
         self.journal.close()
 
 
 def _run_of(folder: Path) -> str | None:
-    """Return the identity of the run whose ledger this is; None when it has none yet."""
+    """Return the id of the run whose ledger this is, or None."""
     return next((record.head["run"] for record in read_folder(folder) if record.head.get("run")), None)
 
 
 def _fresh_position(folder: Path, own: int, save: str) -> int:
-    """Return the first segment to read when no checkpoint is loaded.
+    """Return the first segment to read if no checkpoint is loaded.
 
-    Processes that began at rollout 0 and died before their first checkpoint are recovered.  After a published
-    checkpoint, a start at rollout 0 is a new run.
+    Processes that began at rollout 0 and died before their first checkpoint are recovered.  Once a checkpoint has been
+    published, a start at rollout 0 is a new run.
     """
     if _tracked_rollout(save) >= 0:
         return own
@@ -250,7 +250,7 @@ def _fresh_position(folder: Path, own: int, save: str) -> int:
 
 
 def _tracked_rollout(folder: str) -> int:
-    """Return the rollout of the checkpoint that the tracker names; -1 when it names none."""
+    """Return the rollout of the checkpoint that the tracker file names; -1 if none."""
     tracker = Path(folder) / TRACKER
     text = tracker.read_text().strip() if tracker.is_file() else ""
     return int(text) if text.isdigit() else -1

@@ -1,7 +1,7 @@
-"""The state that the records of the journal add up to.
+"""Accumulates the journal's records into a state.
 
-``ReplayState`` reads heads only.  The one subtle rule: a rollout that is generated again (BEGIN) voids the records of
-it and of later rollouts, because they belong to the line of events that the crash ended; a replayed rollout does not.
+``ReplayState`` reads only heads.  One subtle rule: a rollout that is generated again (BEGIN) voids the earlier records
+of it and of later rollouts, because they belong to a history that the crash ended; a replayed rollout does not.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from slime.ext.ledger.frames import Kind, Record, segment_number
 
 SAMPLE_FLAGS = "hard"
 BATCH_FLAGS = "soft"
-"""The two parts of a config fingerprint: flags that decide a sample, and flags that decide which groups are in a
-rollout.  These are their names on disk."""
+"""On-disk names of the two parts of a config fingerprint: flags that affect a sample, and flags that affect which
+groups are in a rollout."""
 
 
 class RecordedEntry(NamedTuple):
-    """One execution in one record."""
+    """The position of one execution in one record."""
 
     record: Record
     position: int
@@ -27,27 +27,27 @@ class RecordedEntry(NamedTuple):
 
 @dataclass(slots=True)
 class GroupState:
-    """A group as of some record."""
+    """The state of a group after some record."""
 
     indices: list[int]
     rollout_id: int
     """The rollout of its latest record."""
     process: int
     prompt: str = ""
-    """The beginning of its prompt."""
+    """The start of its prompt."""
     segment: int = 0
-    """The segment of its ISSUED record; no record that tells its samples is older."""
+    """The segment of its ISSUED record; all records of its samples are at or after it."""
     entries: dict[int, tuple[RecordedEntry, ...]] = field(default_factory=dict)
-    """``Sample.index`` of an execution -> the records that tell its fields, in order."""
+    """``Sample.index`` of an execution -> the records of its fields, in order."""
     generated: frozenset[int] = frozenset()
-    """Executions whose last record is an engine's answer: sample hooks and reward are still to come."""
+    """Executions whose last record is an engine's answer, without sample hooks and reward."""
 
     def copy(self) -> GroupState:
         return replace(self, entries=dict(self.entries))
 
 
 class HandedGroup(NamedTuple):
-    """A group in a rollout's train data: numbered, or known only by its record."""
+    """A group in a rollout's train data; unnumbered groups have only a record."""
 
     name: int | None
     state: GroupState | None
@@ -56,10 +56,10 @@ class HandedGroup(NamedTuple):
 
 @dataclass(slots=True)
 class SourceCall:
-    """One call of the data source."""
+    """One call to the data source."""
 
     wanted: int | None
-    """Groups asked for; None: groups were given back."""
+    """Number of groups requested; None if groups were returned to the source."""
     names: list[int | None]
     states: list[GroupState | None] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
@@ -67,7 +67,7 @@ class SourceCall:
 
 @dataclass(slots=True)
 class RolloutState:
-    """One rollout in the line of events that counts."""
+    """One rollout in the valid history."""
 
     rollout_id: int
     segment: int
@@ -76,39 +76,39 @@ class RolloutState:
     batch: Record | None = None
     """Set once the train data is complete."""
     filtered: dict[int, str] = field(default_factory=dict)
-    """Group -> reason."""
+    """Group -> the filter's reason."""
     discarded: set[int] = field(default_factory=set)
     is_trained: bool = False
     is_replayable: bool = True
 
     @property
     def ended(self) -> set[int]:
-        """Groups that do not continue after it."""
+        """Groups that do not continue after this rollout."""
         handed = {handed.name for handed in self.handed if handed.name is not None}
         return handed | set(self.filtered) | self.discarded
 
 
 class ReplayState:
-    """The sum of all records so far: for each rollout its groups, for each group how far it has come.
+    """The state after all records so far: each rollout's groups, and each group's progress.
 
-    Invariant: ``rollouts`` holds one line of events: no two entries were generated from the same state of the data.
+    Invariant: ``rollouts`` holds a single history: no two entries were generated from the same data position.
     """
 
     def __init__(self, fingerprint: Mapping[str, Any] | None = None) -> None:
         """Start empty.
 
         Args:
-            fingerprint: count only records of processes with these sample flags; None counts every process.
+            fingerprint: use only records of processes with these sample flags; None uses all.
         """
         self.rollouts: dict[int, RolloutState] = {}
         self.groups: dict[int, GroupState] = {}
         self.num_processes = 0
         self.published: dict[int, int] = {}
-        """Checkpoint -> the first segment that it needs."""
+        """Rollout of a checkpoint -> the first segment that it needs."""
         self.other_flags: dict[str, Any] = {}
-        """Sample flags of a process whose records do not count."""
+        """Sample flags of a process whose records are not used."""
         self.damage = ""
-        """Where and why the reading ended early."""
+        """Where and why reading ended early; empty if it did not."""
         self._fingerprint = fingerprint
         self._counts = True
         self._is_replayable = True
@@ -120,7 +120,7 @@ class ReplayState:
 
     def add(self, record: Record) -> None:
         kind, head = record.kind, record.head
-        if kind in (Kind.LIFE, Kind.CONTINUED):  # the first one that is read of a process may be either
+        if kind in (Kind.LIFE, Kind.CONTINUED):  # the first record read of a process may be either
             self.num_processes += kind is Kind.LIFE
             self._compare_flags(head)
         elif kind is Kind.DAMAGED:
@@ -152,7 +152,7 @@ class ReplayState:
         return rollout
 
     def _current(self, record: Record) -> RolloutState:
-        """Return the rollout in progress; an incomplete one when its beginning is not among the records."""
+        """Return the record's rollout, creating one that cannot be replayed if its BEGIN was not read."""
         return self.rollouts.get(record.head["r"]) or self._add_rollout(record, is_replayable=False)
 
     def _issued(self, record: Record) -> None:

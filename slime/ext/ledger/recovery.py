@@ -1,9 +1,9 @@
-"""Recovery from the journal: rollouts to train again, and groups to continue with.
+"""Recovery from the journal: replays complete rollouts and continues open groups.
 
-The data source is at the checkpoint's position, and gives the same groups again in the same order.  So nothing is
-put into it: when it gives a group of which the journal has samples, they are brought to the recorded state.  A rollout
-whose train data was complete is not generated again: its calls of the data source are repeated, and the recorded
-samples handed over.
+The data source is at the checkpoint's position and returns the same groups again in the same order.  So nothing is put
+into it: when it returns a group that the journal knows, the group is brought to its recorded state.  A rollout whose
+train data was complete is not generated again: its calls to the data source are repeated, and the recorded samples are
+handed over.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ NO_SEGMENT = 1 << 60
 
 
 class SourceRecorder:
-    """The recorder of a data source's calls: each group that passes is recorded, or brought to its recorded state.
+    """Records a data source's calls, and brings the groups that it returns to their recorded state.
 
-    It takes the place of the source's two methods; calls inside these are not recorded.
+    Replaces the source's two methods; nested calls inside these are not recorded.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SourceRecorder:
         """Record the calls of ``source`` from now on.
 
         Args:
-            recover: returns the recorded state of a group; None when the journal has none.
+            recover: returns a group in its recorded state, or None if the journal does not know it.
         """
         self._get, self._add = source.get_samples, source.add_samples
         self._journal = journal
@@ -52,7 +52,7 @@ class SourceRecorder:
         source.get_samples, source.add_samples = self.get_samples, self.add_samples
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Return the source's next groups, as far as an earlier process had brought them."""
+        """Return the source's next groups, with the progress made by an earlier process."""
         if self._is_inside:
             return self._get(num_samples)
         num_ahead = len(self._ahead)
@@ -60,7 +60,7 @@ class SourceRecorder:
         recovered = [self._recover(group) for group in groups]
         groups = [known or group for known, group in zip(recovered, groups, strict=True)]
         self._journal.record_issued(num_samples, groups, [known is not None for known in recovered])
-        # After that record: the next one tells what differs from it, and so that the error is gone.
+        # Only after that record, so that the next record, a difference, includes the removal of the error.
         for number, (group, known) in enumerate(zip(groups, recovered, strict=True)):
             if known is not None or number < num_ahead:
                 _forget_failed_rewards(group)
@@ -73,7 +73,7 @@ class SourceRecorder:
             self._journal.record_returned(groups)
 
     def take_unrecorded(self, num_samples: int) -> list[list[Any]]:
-        """Return the groups put ahead, then the source's next ones, without a record."""
+        """Return groups put ahead, then the source's next ones, without recording."""
         ahead = [self._ahead.popleft() for _ in range(min(num_samples, len(self._ahead)))]
         if len(ahead) == num_samples:
             return ahead
@@ -93,19 +93,19 @@ class SourceRecorder:
             self._is_inside = before
 
     def put_ahead(self, groups: list[list[Any]]) -> None:
-        """Put groups that the source gave before in front of its next ones."""
+        """Queue groups that the source returned before, ahead of its next ones."""
         self._ahead.extend(groups)
 
     @property
     def ahead(self) -> list[list[Any]]:
-        """Groups put ahead that were not asked for yet."""
+        """Groups put ahead and not requested yet."""
         return list(self._ahead)
 
 
 def _forget_failed_rewards(group: list[Any]) -> None:
-    """Undo what ``--rm-failure-policy`` did to a sample, so that the pool asks the grader again.
+    """Undo what ``--rm-failure-policy`` did to samples, so that the pool grades them again.
 
-    An environment is not asked a second time.
+    Environment rewards are not requested again.
     """
     for sample in leaf_samples(group):
         metadata = sample.metadata or {}
@@ -120,24 +120,24 @@ def _forget_failed_rewards(group: list[Any]) -> None:
 
 
 def _is_same_prompt(group: list[Any], state: GroupState) -> bool:
-    """Return whether the group from the data source is the recorded one; the data may have changed."""
+    """Return whether the group from the data source has the recorded prompt; the data may have changed."""
     first = next(leaf_samples(group), None)
     return first is not None and len(group) == len(state.indices) and prompt_start(first.prompt) == state.prompt
 
 
 class Marks(NamedTuple):
-    """Recovered samples that the rollout has not asked about yet, by their ``id``."""
+    """``id`` -> recovered sample, for samples that the rollout has not queried yet."""
 
     masked: dict[int, Sample]
-    """Their mask was set in the very rollout that is in progress."""
+    """Samples whose mask was set in the current rollout."""
     unseen: dict[int, Sample]
-    """No sample hook has seen the answer."""
+    """Samples whose answer no sample hook has seen."""
 
 
 class Recovery:
-    """Everything recorded after a checkpoint and not used up yet.
+    """Everything recorded after a checkpoint and not used yet.
 
-    Invariant: what is left of it is in segments from ``first_segment`` on.
+    Invariant: all of it is in segments from ``first_segment`` on.
     """
 
     def __init__(
@@ -149,10 +149,10 @@ class Recovery:
         fingerprint: dict[str, Any],
         open_groups: Iterable[list[Any]] = (),
     ) -> None:
-        """Read the journal from ``first_segment`` on (heads only; samples are read when they are needed).
+        """Read the journal from ``first_segment`` on (heads only; samples are read when needed).
 
         Args:
-            open_groups: those that the source had given when the checkpoint was made, and that had not come to an end.
+            open_groups: groups that the source had returned and that were open when the checkpoint was made.
         """
         state = ReplayState(fingerprint).read(read_folder(folder, first_segment=first_segment))
         for rollout in state.rollouts.values():
@@ -162,16 +162,16 @@ class Recovery:
         self._rollouts = {k: rollout for k, rollout in state.rollouts.items() if k >= start_rollout_id}
         self._next = start_rollout_id
         self._given: dict[int, list[Any]] = {}
-        """Groups that the source gave before, or to replayed rollouts, and that have not come to an end."""
+        """Open groups that the source returned before the checkpoint or to replayed rollouts."""
         ended = set().union(*(rollout.ended for k, rollout in state.rollouts.items() if k < start_rollout_id))
         for group in open_groups:
             name = group_name(group)
-            if name is not None and name not in ended:  # one may have been filtered right after the position was taken
+            if name is not None and name not in ended:  # it may have been filtered right after the position was taken
                 self._given[name] = group
         self._blobs: tuple[Record, bytes] | None = None
         if state.damage:
             logger.error(
-                "The ledger %s is damaged, %s. What was recorded from there on is generated again; no prompt is lost.",
+                "The ledger %s is damaged, %s. Everything recorded after that is generated again; no prompt is lost.",
                 folder,
                 state.damage,
             )
@@ -179,14 +179,14 @@ class Recovery:
             own = fingerprint[SAMPLE_FLAGS]
             changed = [name for name in own if own[name] != state.other_flags.get(name)]
             logger.warning(
-                "Samples that an earlier process left in the ledger %s are not used: it ran with another %s.",
+                "Samples of an earlier process in the ledger %s are not used, because these flags differ: %s.",
                 folder,
                 ", ".join(changed),
             )
 
     @property
     def first_segment(self) -> int:
-        """Oldest segment that is still needed; ``NO_SEGMENT`` when none is."""
+        """Oldest segment still needed; ``NO_SEGMENT`` if none is."""
         groups = [state.segment for state in self._groups.values()]
         rollouts = [rollout.segment for rollout in self._rollouts.values() if rollout.batch is not None]
         return min(groups + rollouts, default=NO_SEGMENT)
@@ -197,7 +197,7 @@ class Recovery:
 
     @property
     def given(self) -> list[list[Any]]:
-        """Groups that the source will not give again, and that no rollout of this process has yet."""
+        """Groups that the source will not return again and that no rollout of this process has used yet."""
         return list(self._given.values())
 
     def describe(self) -> str:
@@ -214,7 +214,7 @@ class Recovery:
     # Groups
 
     def recover(self, group: list[Any], rollout_id: int, marks: Marks) -> list[Any] | None:
-        """Return the group in its recorded state, in place of ``group``; None when the journal has none."""
+        """Return ``group`` in its recorded state; None if the journal does not know it."""
         name = group_name(group)
         state = self._groups.pop(name, None) if name is not None else None
         if state is None or not _is_same_prompt(group, state):
@@ -245,7 +245,7 @@ class Recovery:
         issued = entry.to_dict() if isinstance(entry, Sample) else None
         values: Any = issued
         for recorded in state.entries[index]:
-            # A fan-out is written whole, and what follows it (the sample it restarts from) is told from the issue on.
+            # A fan-out is written whole; a record after it (the sample it restarts from) is relative to the issue.
             base = values if isinstance(values, dict) else issued
             values = self._apply(base, recorded.record, recorded.position)
         return to_entry(values)
@@ -266,10 +266,10 @@ class Recovery:
     # Rollouts
 
     def replay(self, rollout_id: int, source: SourceRecorder) -> RolloutFnTrainOutput | None:
-        """Return the recorded result of a rollout, with the data source moved on as it was then; None to generate it.
+        """Return a rollout's recorded result and advance the data source accordingly; None to generate the rollout.
 
         Args:
-            source: asked again for everything that it gave, and given back what it got back.
+            source: its recorded calls are repeated.
         """
         rollout = self._rollouts.pop(rollout_id, None)
         is_next = rollout_id == self._next
@@ -292,13 +292,13 @@ class Recovery:
         return RolloutFnTrainOutput(samples=samples, metrics=metrics or None)
 
     def _stop(self, source: SourceRecorder) -> None:
-        """Generate all rollouts from here on: the recorded ones were built on one that will be another."""
+        """Stop replaying: later recorded rollouts build on one that will be generated differently."""
         self._rollouts.clear()
         source.put_ahead(list(self._given.values()))
         self._given.clear()
 
     def _repeat(self, rollout: RolloutState, source: SourceRecorder) -> list[Any]:
-        """Repeat the calls of the data source; return the groups that were handed over."""
+        """Repeat the rollout's calls to the data source; return the groups that were handed over."""
         for call in rollout.calls:
             if call.wanted is None:
                 [name], [state], [record] = call.names, call.states, call.records
@@ -306,13 +306,13 @@ class Recovery:
                 if name is not None:
                     self._given.pop(name, None)
                 continue
-            # Groups that an earlier process left open came through the source before.
+            # Groups left open by an earlier process were already returned by the source.
             expected = [name for name in call.names if name is None or name not in self._given]
             groups = source.take_unrecorded(call.wanted - len(call.names) + len(expected))
             names = [group_name(group) for group in groups]
             self._given |= {name: group for name, group in zip(names, groups, strict=True) if name is not None}
             if names != expected:
-                raise DataError(f"the data source gives the groups {names[:8]}, where it gave {expected[:8]} before.")
+                raise DataError(f"the data source returns groups {names[:8]}, but returned {expected[:8]} before.")
         return [self._load_handed(handed) for handed in rollout.handed]
 
     def _load_handed(self, handed: HandedGroup) -> Any:
@@ -323,6 +323,6 @@ class Recovery:
         if record.head["i"] is None:
             return [to_entry(self._apply(None, record, k)) for k in range(len(record.head["entries"]))]
         if state is None or name not in self._given or not _is_same_prompt(self._given[name], state):
-            raise DataError(f"group {name} is not among those that the data source gives now.")
+            raise DataError(f"group {name} is not among those that the data source returns now.")
         entries = zip(self._given[name], state.indices, strict=True)
         return [self._load_entry(entry, state, index) for entry, index in entries]

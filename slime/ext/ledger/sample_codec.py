@@ -1,11 +1,11 @@
-"""Samples as bytes, and back: per-token lists packed, all else encoded field by field, unchanged fields left out.
+"""Encodes samples as bytes and back: per-token lists are packed, other fields encoded singly, unchanged ones omitted.
 
-``snapshot`` holds an execution on the event loop: it copies references only, except for what our own code changes in
-place.  ``EntryEncoder`` runs on the writer's thread; it remembers what it wrote of an execution and writes the fields
-that have changed.  ``apply_entry`` is the way back.
+``snapshot`` captures an execution on the event loop.  It copies only references, except for what slime's own code
+modifies in place.  ``EntryEncoder`` runs on the writer's thread; it remembers what it wrote of an execution and writes
+only fields that have changed.  ``apply_entry`` decodes.
 
-Token ids are int32, masks one byte, log-probs float32 (as the engine computed them).  Objects of classes (a client, a
-lock that a hook attached) are left out, with a line in the log.
+Token ids are int32, masks one byte, log-probs float32 (as the engine computed them).  Class instances (a client or
+lock attached by a hook) are omitted, with a log line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slime.utils.types import Sample
 
 
 class Packing(NamedTuple):
-    """The packing of a list of numbers, or of a text."""
+    """Packs a list of numbers or a text into bytes, and back."""
 
     pack: Callable[[Any], bytes]
     unpack: Callable[[bytes], Any]
@@ -45,36 +45,36 @@ PACKED = {
     "response": Packing(str.encode, bytes.decode),
 }
 GROWING = ("rollout_log_probs", "loss_mask")
-"""Have an item for each token of the response."""
+"""Fields with one item per response token."""
 LISTS_OF_NUMBERS = ("tokens", *GROWING, "teacher_log_probs")
 PACK_ERRORS = (struct.error, TypeError, ValueError, OverflowError, UnicodeError)
 
 DEFAULTS = Sample().to_dict()
-"""The base of an execution that was never issued."""
+"""Base values for an execution that was never issued."""
 
 
 class Snapshot(NamedTuple):
-    """A sample at one moment."""
+    """A sample's state at one moment."""
 
     values: dict[str, Any]
     num_tokens: int
 
 
 class Snapshots(NamedTuple):
-    """The samples of an execution, and their nesting."""
+    """The samples of an execution and their nesting."""
 
     samples: list[Snapshot]
     shape: Any
-    """0 for a single Sample; else a nested list of sample positions."""
+    """0 for a single Sample; otherwise a nested list of positions in ``samples``."""
 
 
 def snapshot(entry: Sample | list[Any], *, copy_lists: bool = False) -> Snapshots:
-    """Return an execution as it is now.
+    """Return a snapshot of an execution.
 
     Args:
         entry: a Sample, or samples nested in lists.
-        copy_lists: whether user code may change lists in place before they are written.  Our own code only replaces
-            or extends them.
+        copy_lists: True if user code may modify lists in place before they are written.  slime's own code only
+            replaces or extends them.
     """
     if isinstance(entry, Sample):
         return Snapshots([_snapshot_sample(entry, copy_lists)], 0)
@@ -90,7 +90,7 @@ def snapshot(entry: Sample | list[Any], *, copy_lists: bool = False) -> Snapshot
 
 
 def issued_fields(sample: Sample) -> dict[str, Any]:
-    """Return the fields of a sample as it is issued; its lists of numbers are copied, because they grow in place."""
+    """Return a sample's fields at issue; lists of numbers are copied, because they grow in place."""
     values = _snapshot_sample(sample, copy_lists=False).values
     return values | {name: values[name].copy() for name in LISTS_OF_NUMBERS if type(values.get(name)) is list}
 
@@ -98,10 +98,10 @@ def issued_fields(sample: Sample) -> dict[str, Any]:
 def _snapshot_sample(sample: Sample, copy_lists: bool) -> Snapshot:
     values = sample.__dict__.copy()
     num_tokens = len(sample.tokens)
-    # Our own code changes these in place, and the writer comes to them later.
+    # slime's own code modifies these in place, and the writer reads them later.
     values["status"] = sample.status.value
     values["weight_versions"] = sample.weight_versions[:]
-    values["metadata"] = (sample.metadata or {}).copy()  # None where a data source leaves it out
+    values["metadata"] = (sample.metadata or {}).copy()  # a data source may set None
     values["prefix_cache_info"] = sample.prefix_cache_info.to_dict()
     values["spec_info"] = sample.spec_info.to_dict()
     if copy_lists:
@@ -112,16 +112,16 @@ def _snapshot_sample(sample: Sample, copy_lists: bool) -> Snapshot:
 
 
 TRANSIENT = ("trace",)
-"""Of the rollout in progress; not part of the sample."""
+"""Fields that belong to the current rollout and are not stored."""
 
 _DATA_FIELDS = frozenset({"prompt", "label", "multimodal_inputs", "apply_chat_template_kwargs"})
-"""From the data row: written only when they are other objects than at the issue."""
+"""Fields from the data row, written only if they are not the same objects as at issue."""
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 _MISSING = object()
 
 
 class _Known(NamedTuple):
-    """The last written state of a packed field: the object, its length then, and the digest of its bytes."""
+    """The last written state of a packed field: the object, its length at that time, and the digest of its bytes."""
 
     value: Any
     num_items: int
@@ -129,17 +129,17 @@ class _Known(NamedTuple):
 
 
 class EntryEncoder:
-    """The encoder of the executions of open groups; one for the writer's thread.
+    """Encodes executions of open groups incrementally; used by the writer's thread.
 
-    Invariant: ``apply_leaf`` on the sample as it was issued, with everything this object wrote of it in order, gives
-    the sample as it was at the last snapshot.
+    Invariant: applying everything written about a sample, in order, with ``apply_leaf`` to the sample as issued gives
+    the sample at its last snapshot.
     """
 
     def __init__(self) -> None:
         self._known: dict[Any, dict[str, Any]] = {}
 
     def forget(self, keys: Iterable[Any] | None) -> None:
-        """Forget these executions; None: all of them."""
+        """Forget these executions; None means all."""
         if keys is None:
             self._known.clear()
         for key in keys or ():
@@ -148,14 +148,14 @@ class EntryEncoder:
     def encode(
         self, key: Any, leaves: Snapshots, issued: dict[str, Any] | None, *, trusts_lists: bool = False
     ) -> tuple[dict[str, Any], list[bytes]]:
-        """Return the description (for the head) and the bytes of what changed in an execution.
+        """Return the description (for the head) and the bytes of an execution's changes.
 
         Args:
-            key: names the execution.
-            leaves: the execution now.
-            issued: the fields of its sample when it was issued; None writes everything.
-            trusts_lists: no user code has seen the execution since its last record, so a list that is the same object
-                has the same items.
+            key: identifies the execution.
+            leaves: snapshot of the execution.
+            issued: the fields of its sample at issue; None writes everything.
+            trusts_lists: True if no user code has seen the execution since its last record, so that a list that is the
+                same object has the same items.
         """
         chunks: list[bytes] = []
         described = []
@@ -187,7 +187,7 @@ def _encode_leaf(
             is_same = type(earlier) is _Known and value is earlier.value and num_items == earlier.num_items
             if is_same and trusts_lists:
                 continue
-            with contextlib.suppress(*PACK_ERRORS):  # then it is encoded, like anything that is no number
+            with contextlib.suppress(*PACK_ERRORS):  # if packing fails, it is encoded like other values
                 data = PACKED[name].pack(value if len(value) == num_items else value[:num_items])
                 known[name] = now = _Known(value, num_items, xxhash.xxh3_64_intdigest(data))
                 if type(earlier) is not _Known or earlier.digest != now.digest:
@@ -213,7 +213,7 @@ def _encode_field(name: str, value: Any) -> bytes | None:
 
 
 def _length(name: str, leaf: Snapshot) -> int:
-    """Return the length of a packed field at the moment of the snapshot; lists may have grown since."""
+    """Return the length of a packed field at the time of the snapshot; lists may have grown since."""
     if name == "tokens":
         return leaf.num_tokens
     value = leaf.values[name]
@@ -221,7 +221,7 @@ def _length(name: str, leaf: Snapshot) -> int:
 
 
 def _summary(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the description of a sample for the head."""
+    """Return a sample's summary for the head."""
     reward = values.get("reward")
     if isinstance(reward, dict):
         reward = {str(key): item for key, item in reward.items() if isinstance(item, int | float | bool)}
@@ -237,9 +237,9 @@ def _summary(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply_leaf(base: dict[str, Any], leaf: Mapping[str, Any], blob: memoryview) -> tuple[dict[str, Any], int]:
-    """Return the fields of a sample after one record (``Sample.to_dict``), and the bytes of ``blob`` used.
+    """Return a sample's fields after one record (as ``Sample.to_dict``), and the number of bytes of ``blob`` used.
 
-    Applying records twice, or to a later state of the same sample, gives the same.
+    Idempotent: applying a record again, or to a later state of the same sample, gives the same fields.
     """
     values = dict(base)
     offset = 0
@@ -260,10 +260,12 @@ def apply_leaf(base: dict[str, Any], leaf: Mapping[str, Any], blob: memoryview) 
 def apply_entry(
     base: dict[str, Any] | None, entry: Mapping[str, Any], blob: memoryview
 ) -> tuple[dict[str, Any] | list[Any], int]:
-    """Return an execution after one record (fields of its sample, or nested lists of such), and the bytes used.
+    """Return an execution after one record (its sample's fields, or nested lists of fields), and the bytes used.
 
     Args:
-        base: the fields of the sample as issued, or as an earlier record left them; None when it was never issued.
+        base: the sample's fields at issue or after an earlier record; None if it was never issued.
+        entry: the execution's description in the record's head.
+        blob: the record's blob, starting at this execution.
     """
     offset = 0
     leaves = []
@@ -282,7 +284,7 @@ def _arrange(shape: Any, leaves: list[dict[str, Any]]) -> Any:
 
 
 def to_entry(values: dict[str, Any] | list[Any]) -> Any:
-    """Return samples from the fields that ``apply_entry`` returned."""
+    """Make samples from the fields returned by ``apply_entry``."""
     if isinstance(values, list):
         return [to_entry(item) for item in values]
     return Sample.from_dict(values)

@@ -1,8 +1,8 @@
-"""Segment files: appended by a thread, and unlinked once a checkpoint has made them final.
+"""Segment files: appended by a thread, and deleted once a checkpoint has made them obsolete.
 
-Callers put items into a queue, which costs them well below a microsecond; the thread gathers what arrives within the
-flush interval, turns it into frames and writes them with one system call.  Written records survive the death of every
-process; ``flush(sync=True)`` makes them survive the machine's, too.
+Callers put items into a queue, which takes well below a microsecond; the thread collects what arrives within the flush
+interval, encodes it as frames and writes them with one system call.  Written records survive the death of every
+process; ``flush(sync=True)`` makes them survive a machine failure too.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from slime.utils.errors import DataError
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 16384
-"""Items in the queue beyond which the caller of ``put`` writes them itself."""
+"""Queue length beyond which the caller of ``put`` writes the items itself."""
 CHUNK_BYTES = 1 << 18
 POLITE_ITEMS = 8
-"""Records made in a row by the thread, about half a millisecond."""
+"""Records that the thread encodes before it yields the interpreter, about half a millisecond."""
 RETRY_INTERVAL_S = 1.0
 
 
 class JournalWriter:
     """A queue in front of segment files.
 
-    Invariant: records reach the files in the order of ``put``; every file but the one being written is complete.
-    Once writing has failed for good, every call raises DataError.
+    Invariant: records reach the files in the order of ``put``; every file except the current one is complete.
+    After writing has failed permanently, every call raises DataError.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class JournalWriter:
         process: Mapping[str, Any] | None = None,
         is_threaded: bool = True,
     ) -> None:
-        """Open a segment that was never used.
+        """Open a new segment.
 
         Args:
-            folder: of the ledger; made when it is missing.
-            encode: item -> frames; runs under the writer's lock, one item at a time, in order.
-            flush_s: how long an item may wait in memory.
-            timeout_s: how long writing may fail or block before the journal fails.
-            process: what the head of every further segment says of this process.
+            folder: the ledger's folder; created if missing.
+            encode: item -> frames; called under the writer's lock, one item at a time, in order.
+            flush_s: seconds that an item may wait in memory.
+            timeout_s: seconds that writing may fail or block before the journal fails.
+            process: facts about this process, stored in the head of every further segment.
             is_threaded: False leaves all writing to ``flush``.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class JournalWriter:
         return os.open(segment_path(self.folder, number), flags, 0o644)
 
     def put(self, item: Any) -> None:
-        """Queue one item; after ``close`` do nothing."""
+        """Queue one item; does nothing after ``close``."""
         if self._failure is not None:
             raise self._failure
         if self._is_closed:
@@ -93,7 +93,7 @@ class JournalWriter:
             self.flush()
 
     def flush(self, *, sync: bool = False) -> None:
-        """Write everything queued so far; with ``sync`` down to the disk."""
+        """Write everything queued so far; with ``sync``, wait until it is on disk."""
         if not self._lock.acquire(timeout=2 * self._timeout_s):
             raise DataError(f"The ledger {self.folder} is still writing after {2 * self._timeout_s:.0f} s. {_REMEDY}")
         try:
@@ -129,7 +129,7 @@ class JournalWriter:
     def _next_segment(self) -> None:
         os.fsync(self._file)
         file = self._open(self.number + 1)
-        os.close(self._file)  # not before: its descriptor could be reused for another file
+        os.close(self._file)  # only now, because its descriptor could be reused for another file
         head = {"t": time.time(), "r": -1, "bytes": self._size, **self._process}
         self.number, self._file, self._size, self._is_empty = self.number + 1, file, 0, True
         self._write(pack_frame(Kind.CONTINUED, head))
@@ -158,13 +158,13 @@ class JournalWriter:
             item = self._waiting.popleft()
             try:
                 frame = self._encode(item)
-            except Exception:  # The objects of a sample are the user's; whatever they raise must not end the run.
+            except Exception:  # samples contain user objects, whose errors must not end the run
                 logger.exception("The ledger could not encode a record and continues without it.")
                 continue
             frames.append(frame)
             size += len(frame)
             if is_polite and len(frames) % POLITE_ITEMS == 0:
-                time.sleep(0)  # Lets the event loop have the interpreter.
+                time.sleep(0)  # yields the interpreter to the event loop
         return b"".join(frames)
 
     def _write(self, data: bytes) -> None:
@@ -178,7 +178,7 @@ class JournalWriter:
         self._try_until_deadline(append)
 
     def _try_until_deadline(self, change: Callable[[], None]) -> None:
-        """Change the files; while that fails, cut half a record off and try again, until the journal fails."""
+        """Change the files; on failure, truncate a partial record and retry until the deadline fails the journal."""
         deadline_s = time.monotonic() + self._timeout_s
         while self._failure is None:
             try:
@@ -188,7 +188,7 @@ class JournalWriter:
                 try:
                     os.ftruncate(self._file, self._size)
                     os.lseek(self._file, self._size, os.SEEK_SET)
-                except OSError as worse:  # half a record stays; nothing may follow it
+                except OSError as worse:  # a partial record remains; nothing may follow it
                     self._failed(worse)
                     return
                 if time.monotonic() > deadline_s:
@@ -205,13 +205,13 @@ class JournalWriter:
 
 
 _REMEDY = (
-    "Make room there, choose another place with --rollout-ledger-dir, allow more time with "
+    "Free space there, choose another folder with --rollout-ledger-dir, allow more time with "
     "--rollout-ledger-timeout-s, or pass --no-rollout-ledger."
 )
 
 
 def retire(folder: Path, *, first_needed: int) -> int:
-    """Unlink every segment below ``first_needed``; return the bytes freed."""
+    """Delete every segment below ``first_needed``; return the bytes freed."""
     freed = 0
     for path in segment_files(folder):
         if segment_number(path) < first_needed:

@@ -1,1 +1,1 @@
-"""Jobs that outlive deaths, and drivers that start again after a failure."""
+"""Jobs that survive the death of their processes, and drivers that restart after a failure."""

@@ -1,4 +1,4 @@
-"""A trainer's rank that copies its state to its host (``--trainer-recovery memory``)."""
+"""A trainer rank that copies its state to its host (``--trainer-recovery memory``)."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from slime.observability.telemetry import span
 
 
 class CopyingTrainRayActor(MegatronTrainRayActor):
-    """A rank that continues from its copy where it has one."""
+    """A rank that resumes from its copy if it has one."""
 
     state_copy: StateCopy | None = None
-    """The rank's state after a rollout."""
+    """Copy of the rank's state after a rollout."""
 
     @property
     def loads_checkpoint(self) -> bool:
-        """Return False where :meth:`load_state` takes the copy."""
+        """False if :meth:`load_state` uses the copy."""
         return self.state_copy is None
 
     def load_state(self) -> int:
-        """Load the copy; without one as the base class does."""
+        """Load the copy; without one, load as in the base class."""
         if self.state_copy is None:
             return super().load_state()
         return restore_state(self.state_copy, self.model, self.optimizer, self.scheduler)
 
     def end_training(self, rollout_id: int) -> None:
-        """Copy the state where a copy is due."""
+        """Copy the state if a copy is due."""
         super().end_training(rollout_id)
         if is_copy_due(self.args, rollout_id):
             with span("copy_state"):

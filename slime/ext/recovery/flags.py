@@ -1,4 +1,4 @@
-"""Flags of restarts: of a trainer whose ranks die, of nodes that are taken away, of the driver."""
+"""Flags for restarts: of a trainer whose ranks die, after the loss of nodes, and of the driver."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ def add_recovery_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trainer-recovery",
         choices=["off", "checkpoint", "memory"],
-        help="What happens when a trainer rank dies: off ends the run; checkpoint starts the trainer again from its "
-        "last checkpoint and trains again on the rollouts since, while engines stay up; memory does so from copies of "
-        "every rank's state in the memory of its host and of another node's, and from the checkpoint where those are "
-        "lost. Default: checkpoint with --save and --save-interval.",
+        help="What happens when a trainer rank dies: off ends the run; checkpoint restarts the trainer from its last "
+        "checkpoint and repeats training on later rollouts, while engines stay up; memory does so from copies of "
+        "every rank's state in the memory of its host and of another node, or from the checkpoint if those are lost. "
+        "Default: checkpoint with --save and --save-interval.",
     )
     group.add_argument(
         "--memory-checkpoint-interval",
         type=positive_int,
-        help="Rollouts between two copies of --trainer-recovery memory, which are trained again after a death; twice "
-        "as many when it comes while a copy is on its way. Default: 1.",
+        help="Rollouts between two copies of --trainer-recovery memory. Training on up to this many rollouts is "
+        "repeated after a death, or on twice as many if it happens while a copy is being sent. Default: 1.",
     )
     group.add_argument(
         "--max-recoveries",
         type=non_negative_int,
         default=3,
-        help="Restarts of the trainer within an hour, and those of --supervise; one more failure ends the run.",
+        help="Restarts of the trainer allowed within an hour, and likewise of the driver with --supervise; one more "
+        "failure ends the run.",
     )
     group.add_argument(
         "--spare-nodes",
         type=non_negative_int,
         default=0,
-        help="Nodes of --actor-num-gpus-per-node GPUs that are kept in reserve: the trainer's ranks of a node that "
-        "died and does not come back within 10 s start again there. 0: they wait for the node, for "
-        "--cluster-wait-timeout-s.",
+        help="Nodes of --actor-num-gpus-per-node GPUs kept in reserve: if a node of the trainer dies and is not back "
+        "within 10 s, its ranks restart there. 0: they wait for the node, up to --cluster-wait-timeout-s.",
     )
     group.add_argument(
         "--preemption-grace-s",
         type=wait_s_or_zero,
         default=0.0,
-        help="Seconds from SIGTERM to the driver or a trainer rank in which the trainer's step ends and is saved "
-        "before the job leaves, or goes on without that node. 0: it leaves at once.",
+        help="Seconds after SIGTERM to the driver or a trainer rank to finish and save the trainer's step before the "
+        "job exits, or continues without that node. 0: it exits at once.",
     )
     group.add_argument(
         "--supervise",
         action="store_true",
-        help="Start the driver again when it fails, from a process of its own; it goes on from the last save.",
+        help="Watch the driver from another process and restart it if it fails; it resumes from the last save.",
     )
 
 
 def derive_recovery(args: Namespace) -> None:
-    """Restart a trainer that dies, where it leaves checkpoints to go on from."""
+    """Enable trainer restarts by default if the run writes checkpoints to resume from."""
     if args.trainer_recovery is None:
         has_state = not (args.no_save_optim and keeps_moments(args))
         resumes = args.save is not None and args.save_interval is not None and has_state
@@ -69,12 +69,12 @@ def derive_recovery(args: Namespace) -> None:
 
 
 def check_trainer_recovery(args: Namespace) -> Iterator[str]:
-    """Yield a message for a trainer that nothing could restart."""
+    """Yield a message if the trainer could not be restarted."""
     if args.restarts_trainer and args.no_save_optim and keeps_moments(args):
         yield "A trainer restarts with its optimizer's state; drop --no-save-optim, or use --trainer-recovery off."
 
 
-_CHECKPOINT = "the trainer restarts from a checkpoint, also where its copies are lost"
+_CHECKPOINT = "the trainer restarts from a checkpoint, also if its copies are lost"
 GROUP = FlagGroup(
     add_recovery_arguments,
     derive=(derive_recovery,),

@@ -1,12 +1,12 @@
-"""The driver that outlives deaths: of the trainer's ranks, of the manager, and its own after SIGTERM.
+"""The driver that survives deaths of the trainer's ranks and of the manager, and saves before it exits on SIGTERM.
 
-A failure shows in the step that the driver takes, or in a wait within it:
+A failure surfaces in the driver's current step or in one of its waits:
 
-    step -> a rank died -> the trainer is back where it was -> the step again        (trainer_recovery.py)
-    wait for a rollout -> the manager died -> another one, up to that rollout -> push -> the rollout again
-    SIGTERM -> the trainer's step ends -> save -> leave                              (preemption.py)
+    step -> a rank died -> the trainer is brought back to this step -> repeat the step   (trainer_recovery.py)
+    wait for a rollout -> the manager died -> start another, replay up to that rollout -> push -> repeat the rollout
+    SIGTERM -> the trainer's step ends -> save -> exit                                   (preemption.py)
 
-The engines generate while the trainer starts again, and no token is drawn twice.
+Engines keep generating while the trainer restarts, and no token is sampled twice.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class RecoveringJob(TrainJob):
     """A job whose trainer, manager and nodes may die (``--trainer-recovery``, ``--preemption-grace-s``)."""
 
     def start_parts(self) -> None:
-        """Start the parts, then watch over them."""
+        """Start the parts and set up recovery for them."""
         super().start_parts()
         self._unsaved: int | None = None
-        """The last rollout that was trained on since the last save."""
+        """The last rollout trained on, if it has not been saved."""
         self._notice = Preemption(self.args.preemption_grace_s, self._save_and_leave)
         self._recovery = TrainerRecovery(
             self.args, self.trainers, self._notice, TrainerGpus(self.args, self.gpus), self._save_unsaved
@@ -66,13 +66,13 @@ class RecoveringJob(TrainJob):
         react_by(self._notice)
 
     def step(self, name: str, work: Callable[[], T], *, needs_trainer: bool = True) -> T:
-        """Return ``work()``; when a rank of the trainer dies during it, start the trainer again and repeat it."""
+        """Return ``work()``; if a trainer rank dies during it, restart the trainer and repeat it."""
         return super().step(name, lambda: self._recovery.run(work, needs_trainer=needs_trainer))
 
     # The trainer
 
     def train(self, rollout_id: int, rollout_data: list[Box]) -> None:
-        """Train on one rollout, or leave it out when that leads to a rollback; SIGTERM waits for its end."""
+        """Train on one rollout, or skip it if it causes a rollback.  SIGTERM takes effect afterwards."""
         self._on_shared_gpus("offload", "offload")
         with self._notice.deferred():
             with span("train"):
@@ -81,15 +81,15 @@ class RecoveringJob(TrainJob):
             self._unsaved = rollout_id
 
     def push_weights(self) -> None:
-        """Push; SIGTERM waits for its end."""
+        """Push the weights.  SIGTERM takes effect afterwards."""
         with self._notice.deferred():
             super().push_weights()
 
     def serve_new_engines(self) -> None:
-        """Give the weights to new engines, as long as there is a trainer that has them.
+        """Push the weights to new engines, if the trainer is up.
 
-        One that died is started again after the rollout, since the engines have its GPUs; but at once when nothing is
-        answered before it gives weights, which the rollout waits for then.
+        On shared GPUs a dead trainer normally restarts after the rollout, because the engines hold the GPUs.  If no
+        request can be answered until it pushes weights, it restarts at once.
         """
         if self._recovery.is_down:
             if not self._lend_memory(is_lent=True):
@@ -100,7 +100,7 @@ class RecoveringJob(TrainJob):
             super().serve_new_engines()
 
     def _lend_memory(self, *, is_lent: bool) -> bool:
-        """Take the engines' memory for a trainer that starts, or give it back; return whether they lend it."""
+        """Make engines lend memory to a restarting trainer, or take it back; return whether they lend it."""
         ref: ray.ObjectRef[bool] = self.manager.run.remote(lend if is_lent else give_back)
         what = f"the engines' memory ({'offload' if is_lent else 'onload'})"
         return wait_for(ref, what=what, timeout_s=memory_timeout_s(self.args))
@@ -108,34 +108,34 @@ class RecoveringJob(TrainJob):
     # Saves
 
     def save_if_due(self, rollout_id: int) -> None:
-        """Save when the flags say so, and after a rollback."""
+        """Save if the flags say so, and after a rollback."""
         if self._recovery.must_save:
             self.save(rollout_id)
         else:
             super().save_if_due(rollout_id)
 
     def save(self, rollout_id: int, *, is_last: bool = False) -> None:
-        """Save; what the trainer would have trained on again is dropped."""
+        """Save, and drop the train data kept for repeating steps."""
         with self._notice.deferred():
             super().save(rollout_id, is_last=is_last)
             self._unsaved = None
             self._recovery.record_saved()
 
     def _save_unsaved(self) -> None:
-        """Save what was trained since the last checkpoint, to disk before this returns: the trainer has to go."""
+        """Save training since the last checkpoint, on disk when this returns, because the trainer must exit."""
         if self._unsaved is not None and self.args.save is not None:
             self.save(self._unsaved, is_last=True)
 
     def _save_and_leave(self) -> None:
-        """Save what was trained since the last checkpoint; nothing else is done with these processes."""
+        """Save training since the last checkpoint; the processes do nothing else afterwards."""
         rollout_id = self._unsaved
         if rollout_id is None or self.args.save is None:
             return
         if self._recovery.is_down:
-            raise ProcessError("the trainer had died and was not yet back where it was")
+            raise ProcessError("the trainer had died and had not recovered yet")
         position = partial(save_position, self.args, self.manager, rollout_id)
         if self.args.offload_rollout and cluster_has_accelerators():
-            # The engines have the GPUs, and are in the middle of a rollout: they go before the trainer wakes up.
+            # The engines hold the GPUs in the middle of a rollout, so they are killed before the trainer wakes up.
             position()
             forget(MANAGER)
             ray.kill(self.manager)
@@ -148,7 +148,7 @@ class RecoveringJob(TrainJob):
     # The manager
 
     def finish_generate(self, generation: Generation) -> list[Box] | None:
-        """Return the train data of a rollout that was begun; begin it again if its manager has died since."""
+        """Wait for a rollout in progress and return its train data; repeat it if the manager dies."""
         death: EngineDiedError | None = None
         while True:
             try:
@@ -157,11 +157,11 @@ class RecoveringJob(TrainJob):
                         self._restart_manager(generation.rollout_id, death)
                     generation.ref = self.manager.generate.remote(generation.rollout_id)
                 return super().finish_generate(generation)
-            except (EngineDiedError, RayError) as error:  # train data that the manager owned is lost with it
+            except (EngineDiedError, RayError) as error:  # RayError: the manager's train data is lost
                 death = self._manager_death(error)
 
     def _manager_death(self, error: Exception) -> EngineDiedError:
-        """Return the manager's death behind an error; raise the error unless the manager can be started again."""
+        """Return the manager's death if it caused ``error``; raise ``error`` otherwise or if restarts are off."""
         args = self.args
         is_on = args.trainer_recovery != "off" and self.parts.observers and self._background is None
         death = find_death([MANAGER], timeout_s=NOTICE_S) if is_on else None
@@ -171,12 +171,12 @@ class RecoveringJob(TrainJob):
         return death
 
     def _restart_manager(self, rollout_id: int, death: EngineDiedError) -> None:
-        """Start the manager and its engines again, up to where ``rollout_id`` can begin.
+        """Restart the manager and its engines, and bring them to the start of ``rollout_id``.
 
-        What its engines had answered comes back from the ledger, and nothing is drawn again; the trainer keeps its
-        weights and pushes them.  A rank that dies meanwhile is started again after it, from the new train data.
+        Answers come back from the ledger, so nothing is sampled again.  The trainer keeps its weights and pushes them.
+        A rank that dies meanwhile is restarted afterwards, with the new train data.
         """
-        logger.error("%s. It is started again with its engines (--trainer-recovery).", death)
+        logger.error("%s. Restarting it with its engines (--trainer-recovery).", death)
         began, since = time.monotonic(), time.time()
         with unwatched(self.trainers.names):
             gpus = self.gpus["rollout"]
@@ -194,10 +194,10 @@ class RecoveringJob(TrainJob):
 
 
 def create_manager_again(args: Namespace, pg: GpuSlice, actor: RayTrainGroup) -> tuple[Any, int]:
-    """Start a rollout manager in the place of one that died, with engines that have no weights yet.
+    """Start a rollout manager to replace a dead one, with engines that have no trained weights yet.
 
     Returns:
-        the manager's actor handle, and the first rollout of which it has the samples from the ledger alone.
+        the manager's actor handle, and the first rollout whose samples come only from the ledger.
     """
     forget(MANAGER)
     last, start = actor.checkpoints.last, args.start_rollout_id
@@ -205,7 +205,7 @@ def create_manager_again(args: Namespace, pg: GpuSlice, actor: RayTrainGroup) ->
         args, start = args_to_resume(args, weight_version=last, checkpoint=last), last + 1
         record_runtime(args, start_rollout_id=start)
     if cluster_has_accelerators():
-        time.sleep(RELEASE_GRACE_S)  # the engines of the one before end with it
+        time.sleep(RELEASE_GRACE_S)  # the dead manager's engines end with it
     manager, _ = create_rollout_manager(args, pg, parts=actor.parts)
     if not engines_come_first(args):
         wait_for_engines(manager, args.engine_start_timeout_s)

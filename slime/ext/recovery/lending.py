@@ -1,6 +1,6 @@
-"""Memory that engines lend to a trainer that died during a rollout, and that no answer of the rollout does without.
+"""Engines lend their memory to a restarting trainer if the rollout cannot continue without that trainer's weights.
 
-The rollout manager runs these functions; the driver only names them, and imports no engine for it.
+The rollout manager runs these functions.  The driver only refers to them and so does not import engine code.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def lend(fleet: EngineFleet) -> bool:
-    """Have the engines make room for a trainer that died, where the rollout waits for it; return whether they do.
+    """Make the engines release memory for a dead trainer if the rollout waits for it; return whether they did.
 
-    They are not watched meanwhile: one that starts sizes its memory by what is free, so not beside a trainer.
+    Monitors pause meanwhile: a restarting engine sizes its memory by what is free, so none may start now.
     """
     if not _may_lend(fleet):
         return False
@@ -30,16 +30,16 @@ def lend(fleet: EngineFleet) -> bool:
 
 
 def give_back(fleet: EngineFleet) -> None:
-    """Have the engines take back what they lent."""
+    """Make the engines resume the memory that they lent."""
     fleet.memory.take_back(None)
     fleet.resume_monitors()
 
 
 def _may_lend(fleet: EngineFleet) -> bool:
-    """Return whether a trainer that died may start on the engines' GPUs.
+    """Return whether a dead trainer may restart on the engines' GPUs.
 
-    So it is where all engines wait for weights, or where no request to the trained model is answered before it gets
-    weights, whoever else serves: engines of other models, or those that prefill without one that decodes.
+    That holds if all engines wait for weights, or if the trained model cannot answer requests until it gets weights,
+    even if engines of other models, or prefill engines without a decode engine, still serve.
     """
     model = fleet.weights.model
     is_stuck = model is not None and not answers_requests(model)
@@ -48,15 +48,15 @@ def _may_lend(fleet: EngineFleet) -> bool:
 
 
 def answers_requests(model: RolloutServer) -> bool:
-    """Return whether a request finds the engines that it takes: one, or one that prefills and one that decodes."""
+    """Return whether the model can answer requests: with a regular engine, or with prefill and decode engines."""
     kinds = {group.config.worker_type for group in model.groups if group.indices(*SERVES)}
     return "regular" in kinds or {"prefill", "decode"} <= kinds
 
 
 def withdraw(memory: SharedMemory, places: Sequence[Place]) -> list[Place]:
-    """Let engines get no request; return those of ``places`` that are still up.
+    """Stop requests to engines; return those of ``places`` that are still up.
 
-    What they are answering comes first, except from the trained model: nothing comes of a request to that.
+    Running requests are finished first, except those to the trained model, which are aborted as they cannot succeed.
     """
     serving = [(group, index) for group, index in places if group.states[index] is not EngineState.UPDATING]
     for group, index in serving:

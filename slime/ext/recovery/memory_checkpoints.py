@@ -1,14 +1,14 @@
-"""Copies of the trainer's state in the memory of hosts, which outlive its ranks (``--trainer-recovery memory``).
+"""Copies of the trainer's state in host memory that survive its ranks (``--trainer-recovery memory``).
 
     a step ends -> each rank copies its state to its host -> the next step begins
-                        behind it: -> a keeper on the rank's node and one on the next node -> every rank's is there
-                                   -> this copy counts, and the one before gives its room to the next
+             in the background: -> a keeper on the rank's node and one on the next node -> every rank's copy arrived
+                                -> this copy becomes the current one, and the previous one's memory is reused
 
-A keeper is an actor that does nothing else.  It holds two copies of a rank: the one that counts, and the one that
-comes.  So a death in the middle of a copy leaves all ranks with the same earlier one.  When a node dies, the copies of
-its ranks are on the next node, and those of the other ranks on their own.
+A keeper is an actor that only holds copies.  For each rank it holds two: the current one and the incoming one.  So a
+death in the middle of a copy leaves all ranks with the same earlier copy.  If a node dies, the copies of its ranks are
+on the next node, and those of other ranks on their own nodes.
 
-An actor and its critic are copied together, when both have trained on a rollout, so that they go back to the same one.
+Actor and critic are copied together, after both have trained on a rollout, so that they return to the same rollout.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from slime.weights.file_digests import digest_of
 logger = logging.getLogger(__name__)
 
 COPY_GROUP = "copy"
-"""Concurrency group in which a rank sends its copy, beside its real work."""
+"""Concurrency group in which a rank sends its copy while it works."""
 CHUNK_BYTES = 64 << 20
-"""Bytes that are sent, and digested, at a time."""
+"""Size of the chunks in which copies are sent and digested."""
 CHUNKS_UNDER_WAY = 2
-"""Chunks of a rank that lie in Ray's object store at a time."""
+"""Maximum chunks per rank in Ray's object store at a time."""
 KEEPER_CALLS = 8
-"""Ranks that a keeper serves at a time."""
+"""Number of calls that a keeper serves concurrently."""
 KEEPER_ERRORS = (EngineDiedError, DeadlineError, RayError)
-"""Of calls to a keeper that has died, or cannot start."""
+"""Errors of calls to a keeper that died or cannot start."""
 
 
 @dataclass(eq=False, slots=True)
@@ -53,19 +53,19 @@ class KeptCopy:
     rollout_id: int
     header: bytes
     data: np.ndarray
-    """[num_bytes], uint8."""
+    """uint8 array ``[num_bytes]``."""
     digests: list[str] = field(default_factory=list)
-    """Of the header and of every chunk; complete, last of all, when everything is there."""
+    """Digests of the header and of every chunk; set last, once the copy is complete."""
 
 
 class _Keeper:
-    """Holds copies of the ranks of one node or two; a call of one rank does not wait for another's."""
+    """Holds copies of the ranks of one or two nodes; calls of different ranks run concurrently."""
 
     def __init__(self) -> None:
         self._copies: dict[int, list[KeptCopy]] = {}
 
     def begin(self, rank: int, rollout_id: int, header: bytes, num_bytes: int, counting: int | None) -> None:
-        """Make room for a copy; of the others of the rank the one after rollout ``counting`` stays."""
+        """Allocate an incoming copy; of the rank's earlier copies, only the one after rollout ``counting`` is kept."""
         others = self._copies.get(rank, [])
         kept = [copy for copy in others if copy.rollout_id == counting and copy.digests]
         free = [copy.data for copy in others if copy not in kept and copy.data.size == num_bytes]
@@ -73,20 +73,20 @@ class _Keeper:
         self._copies[rank] = [*kept, KeptCopy(rollout_id, header, data)]
 
     def write(self, rank: int, begin: int, chunk: np.ndarray) -> None:
-        """Take a part of the copy that was begun."""
+        """Store a chunk of the incoming copy."""
         self._copies[rank][-1].data[begin : begin + chunk.size] = chunk
 
     def finish(self, rank: int, digests: list[str]) -> None:
-        """Take the digests of the copy that was begun: it is whole."""
+        """Store the digests of the incoming copy, which marks it complete."""
         self._copies[rank][-1].digests = digests
 
     def describe(self, rank: int, rollout_id: int) -> tuple[bytes, int, list[str]] | None:
-        """Return header, size and digests of a whole copy; None without one."""
+        """Return header, size in bytes and digests of a complete copy, or None."""
         copy = self._find(rank, rollout_id)
         return (copy.header, copy.data.size, copy.digests) if copy is not None else None
 
     def read(self, rank: int, rollout_id: int, begin: int) -> np.ndarray:
-        """Return a chunk of a whole copy."""
+        """Return the chunk of a complete copy at byte ``begin``."""
         copy = self._find(rank, rollout_id)
         assert copy is not None, (rank, rollout_id)
         return copy.data[begin : begin + CHUNK_BYTES]
@@ -97,41 +97,41 @@ class _Keeper:
 
 
 Keeper: Any = ray.remote(num_cpus=0, num_gpus=0, max_concurrency=KEEPER_CALLS)(_Keeper)
-"""``Keeper.remote()`` starts one."""
+"""Actor class of a keeper, started with ``Keeper.remote()``."""
 
 
 class CopyingRank:
-    """Mixin of a trainer's rank: its way to and from keepers."""
+    """Mixin for trainer ranks that send copies to keepers and fetch them."""
 
     worker: Any
     """A ``CopyingTrainRayActor``."""
 
     def node_id(self) -> str:
-        """Return Ray's name of the node."""
+        """Return Ray's id of this node."""
         return ray.get_runtime_context().get_node_id()
 
     @ray.method(concurrency_group=COPY_GROUP)
     def send_copy(self, number: int, keepers: Sequence[Any], counting: int | None, timeout_s: float) -> list[bool]:
-        """Send the rank's copy to every keeper; its memory must not change meanwhile.
+        """Send the rank's copy to every keeper; the copy's memory must not change meanwhile.
 
         Args:
-            number: the name of the rank's copies among those of all ranks of actor and critic.
-            keepers: their actors.
-            counting: the rollout after which the copy is that must stay.
-            timeout_s: of each call.
+            number: the rank's index over all ranks of actor and critic; identifies its copies.
+            keepers: actor handles of the keepers.
+            counting: rollout of the current copy, which must be kept.
+            timeout_s: deadline of each call.
 
         Returns:
             for each keeper, whether it has the copy.
         """
         copy = self.worker.state_copy
-        assert copy is not None, "the step before has made none"
+        assert copy is not None, "the last step made no copy"
         return [_send(copy, number, keeper, counting, timeout_s) for keeper in keepers]
 
     def fetch_copy(self, number: int, rollout_id: int, keepers: Sequence[Any], timeout_s: float) -> None:
-        """Take the rank's copy from the first keeper that has it whole, for ``init``.
+        """Fetch the rank's copy, for ``init``, from the first keeper that has it complete and undamaged.
 
         Raises:
-            DataError: none has.
+            DataError: no keeper has it.
         """
         problems = []
         for keeper in keepers:
@@ -140,10 +140,10 @@ class CopyingRank:
                 return
             except (DataError, *KEEPER_ERRORS) as error:
                 problems.append(str(error).splitlines()[0])
-        raise DataError(f"rank {self.worker.rank} has no whole copy of its state any more: {'; '.join(problems)}")
+        raise DataError(f"rank {self.worker.rank} has no complete copy of its state left: {'; '.join(problems)}")
 
     def drop_copy(self) -> None:
-        """Forget the copy: ``init`` continues from a checkpoint."""
+        """Drop the copy, so that ``init`` resumes from a checkpoint."""
         self.worker.state_copy = None
 
 
@@ -169,14 +169,14 @@ def _send(copy: StateCopy, rank: int, keeper: Any, counting: int | None, timeout
 
 
 def _fetch(rank: int, rollout_id: int, keeper: Any, timeout_s: float) -> StateCopy:
-    """Return the copy that a keeper has.
+    """Fetch a copy from a keeper.
 
     Raises:
-        DataError: it has none, or not the one that was sent.
+        DataError: the keeper has no such copy, or it is damaged.
     """
     described = wait_for(keeper.describe.remote(rank, rollout_id), what="a keeper's copy", timeout_s=timeout_s)
     if described is None:
-        raise DataError(f"its keeper has none after rollout {rollout_id}")
+        raise DataError(f"its keeper has no copy after rollout {rollout_id}")
     header, size, (header_digest, *digests) = described
     data = torch.empty(size, dtype=torch.uint8)
     is_whole = digest_of(header) == header_digest
@@ -189,34 +189,34 @@ def _fetch(rank: int, rollout_id: int, keeper: Any, timeout_s: float) -> StateCo
         is_whole = is_whole and digest_of(chunk) == digest
         data.numpy()[begin : begin + CHUNK_BYTES] = chunk
     if not is_whole:
-        raise DataError(f"the copy after rollout {rollout_id} has not the digest that it was sent with")
+        raise DataError(f"the copy after rollout {rollout_id} does not have the digest that it was sent with")
     return StateCopy(rollout_id, header, data)
 
 
 class MemoryCheckpoints:
-    """The driver's side: starts the keepers, has copies sent, and knows which one counts.
+    """The driver's side: starts keepers, makes ranks send copies, and tracks the current copy.
 
-    Invariant: every rank's copy after rollout :attr:`newest` is whole with one of the keepers that took it, unless
-    those have died since.
+    Invariant: every rank's copy after rollout :attr:`newest` is complete in a keeper, unless the keepers that took it
+    have died since.
     """
 
     def __init__(self, args: Namespace) -> None:
         self.newest: int | None = None
-        """The rollout after which the copy is that counts."""
+        """Rollout of the current copy; None without one."""
         self._args = args
         self._keepers: dict[str, Any] = {}
-        """By node."""
+        """Node id -> keeper."""
         self._takers: list[list[Any]] = []
-        """Of each rank: the keepers that have its copy after :attr:`newest`."""
+        """For each rank, the keepers that have its copy after :attr:`newest`."""
         self._under_way: tuple[int, list[list[str]], list[ray.ObjectRef]] | None = None
-        """Rollout, each rank's nodes of keepers, and what each rank will return."""
+        """Copies being sent: rollout, keeper nodes of each rank, and a reference to each rank's result."""
 
     @property
     def _timeout_s(self) -> float:
         return float(self._args.train_timeout_s)
 
     def begin(self, rollout_id: int, ranks: Sequence[Any]) -> None:
-        """Have the copies sent that the ranks have made after ``rollout_id``, if they have; returns at once."""
+        """If a copy was due after ``rollout_id``, make the ranks send it; does not wait for the sends."""
         if not ranks or not is_copy_due(self._args, rollout_id):
             return
         nodes = wait_for([rank.node_id.remote() for rank in ranks], what="the ranks' nodes", timeout_s=self._timeout_s)
@@ -234,7 +234,7 @@ class MemoryCheckpoints:
         self._under_way = rollout_id, places, sends
 
     def finish_before(self, rollout_id: int) -> None:
-        """Wait for the copies under way, if training on ``rollout_id`` writes over them; count them then.
+        """If training on ``rollout_id`` overwrites copies being sent, wait for these and make them current.
 
         Raises:
             EngineDiedError: a rank died.
@@ -244,7 +244,7 @@ class MemoryCheckpoints:
             self._count(wait_for(sends, what="the copies of the trainer's state", timeout_s=self._timeout_s))
 
     def _count(self, results: list[list[bool]]) -> None:
-        """Have the copies count that were under way, if each rank's is with a keeper."""
+        """Make the sent copies current if each rank's copy reached a keeper."""
         assert self._under_way is not None
         (rollout_id, places, _), self._under_way = self._under_way, None
         takers = [
@@ -255,18 +255,18 @@ class MemoryCheckpoints:
         if all(takers):
             self.newest, self._takers = rollout_id, takers
         for node in lost:
-            logger.error("The keeper of copies on node %s is lost; the next copy starts another.", node)
+            logger.error("The keeper on node %s is lost; the next copy starts another.", node)
             ray.kill(self._keepers.pop(node))
 
     def fetch(self, ranks: Sequence[Any], first: int = 0) -> int | None:
-        """Have fresh ranks take their copies.
+        """Make restarted ranks fetch their copies.
 
         Args:
-            ranks: the actor's, or its critic's.
-            first: how many come before them in :meth:`begin`.
+            ranks: the actor's ranks, or its critic's.
+            first: index of the first of them among the ranks given to :meth:`begin`.
 
         Returns:
-            the rollout after which these are; None where the ranks are to continue from a checkpoint.
+            the rollout of the copies; None if the ranks must resume from a checkpoint.
         """
         self._finish_after_death()
         if self.newest is None:
@@ -279,18 +279,18 @@ class MemoryCheckpoints:
         try:
             wait_for(fetched, what="the copies of the trainer's state", timeout_s=self._timeout_s)
         except DataError as error:
-            logger.error("The copies in memory are lost, and the trainer goes on from its last checkpoint: %s", error)
+            logger.error("The copies in memory are lost; the trainer resumes from its last checkpoint: %s", error)
             self.drop()
             wait_for([rank.drop_copy.remote() for rank in ranks], what="the ranks", timeout_s=self._timeout_s)
             return None
         logger.warning(
-            "The trainer goes on from the copies in memory after rollout %d; they came in %.1f s.",
+            "The trainer resumes from the copies in memory after rollout %d, fetched in %.1f s.",
             self.newest, time.monotonic() - began,
         )  # fmt: skip
         return self.newest
 
     def _finish_after_death(self) -> None:
-        """Count the copies that were under way when a rank died, if they came to their end all the same."""
+        """Make the copies that were being sent at a rank's death current, if they are complete nevertheless."""
         if self._under_way is None:
             return
         sends = self._under_way[2]
@@ -298,9 +298,9 @@ class MemoryCheckpoints:
             if not ray.wait(sends, num_returns=len(sends), timeout=0)[1]:
                 self._count(ray.get(sends, timeout=60))
         except RayError as error:
-            logger.warning("a copy in memory did not come to its end: %s", str(error).splitlines()[0])
+            logger.warning("a copy in memory was not completed: %s", str(error).splitlines()[0])
         self._under_way = None
 
     def drop(self) -> None:
-        """Forget all copies; the next start is from a checkpoint."""
+        """Drop all copies, so that the next start is from a checkpoint."""
         self.newest, self._takers, self._under_way = None, [], None

@@ -1,11 +1,11 @@
-"""A rank's own state on its host, and back (``--trainer-recovery memory``): what of a checkpoint this rank works on.
+"""Copies a rank's own part of the training state to its host and back (``--trainer-recovery memory``).
 
-    master weights, moments, step counters of its shards; weights that are not trained, buffers;
-    numbers of the parameter groups, position on the schedule, random generators
+    master weights, moments and step counters of its shards; untrained weights and buffers;
+    parameter-group settings, position in the schedule, random generators
 
-A checkpoint gathers whole tensors over the ranks, and is read in any layout; this goes back to the same rank of the
-same layout.  The trained weights are made of the master weights of all ranks.  What a transform adds parameters to
-comes from where the run has it from.
+Unlike a checkpoint, which can be read in any parallel layout, a copy is restored to the same rank of the same layout.
+Trained weights are rebuilt from the master weights of all ranks.  A frozen model below a transform's added parameters
+is reloaded from its original source.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def copy_state(
     """Copy this rank's state to the host; training may continue when this returns.
 
     Args:
-        last: the copy before, which is not needed any more: its memory is used again.
+        last: an earlier copy that is no longer needed; its memory is reused.
     """
     started = time.monotonic()
     untrained = _untrained(model, optimizer)
@@ -68,10 +68,10 @@ def copy_state(
 
 @torch.no_grad()
 def restore_state(copy: StateCopy, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> int:
-    """Give freshly built parts the state of a copy, and return its rollout.  Collective.
+    """Restore a copy into freshly built parts and return its rollout.  Collective.
 
     Raises:
-        CheckpointError: the copy is of another model or layout.
+        CheckpointError: the copy is from another model or layout.
     """
     if (added := added_parameters(model)) is not None:
         added.load_frozen(model)
@@ -84,7 +84,7 @@ def restore_state(copy: StateCopy, model: list[torch.nn.Module], optimizer: Any,
         name not in saved or saved[name].shape != shape for name, shape in wanted.items()
     ):
         raise CheckpointError(
-            f"the copy of the state after rollout {copy.rollout_id} has {len(saved)} tensors, of another model or "
+            f"the copy of the state after rollout {copy.rollout_id} ({len(saved)} tensors) is from another model or "
             "layout"
         )
     for index, chunk in enumerate(chunks):
@@ -99,12 +99,12 @@ def restore_state(copy: StateCopy, model: list[torch.nn.Module], optimizer: Any,
         wrapped.start_param_sync(force_sync=True)
     load_schedule(values, scheduler)
     set_generators(values["rng_state"])
-    logger.info("continued from the copy of the state after rollout %d", copy.rollout_id)
+    logger.info("resumed from the copy of the state after rollout %d", copy.rollout_id)
     return copy.rollout_id
 
 
 def _untrained(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any]:
-    """Return what the chunks hold beside trained weights, and beside a model under added parameters."""
+    """Return the chunks' state other than trained weights; nothing if a transform's added parameters are trained."""
     if added_parameters(model) is not None:
         return {}
     trained = trained_parameters(optimizer)
@@ -116,7 +116,7 @@ def _untrained(model: list[torch.nn.Module], optimizer: Any) -> dict[str, Any]:
 
 
 def own_settings(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return what :func:`own_tensors` leaves out: the numbers of the parameter groups, the loss scaler."""
+    """Return the optimizer state that :func:`own_tensors` omits: parameter-group settings and the loss scaler."""
     return [
         (
             [
@@ -131,7 +131,7 @@ def own_settings(optimizer: MegatronOptimizer) -> list[Any]:
 
 @torch.no_grad()
 def take_over_own(optimizer: MegatronOptimizer, settings: list[Any]) -> None:
-    """Have a fresh optimizer and this rank's shards of the weights follow :func:`own_tensors`, written to before."""
+    """Apply settings, and update the optimizer and this rank's weights after :func:`own_tensors` were written."""
     for member, (groups, scaler) in zip(parts_of(optimizer), settings, strict=True):
         for group, numbers in zip(member.optimizer.param_groups, groups, strict=True):
             group.update(numbers)
@@ -145,5 +145,5 @@ def take_over_own(optimizer: MegatronOptimizer, settings: list[Any]) -> None:
 
 
 def trained_parameters(optimizer: MegatronOptimizer) -> set[torch.nn.Parameter]:
-    """Return the parameters whose weights follow from the master weights of all ranks."""
+    """Return the parameters whose weights are rebuilt from the master weights of all ranks."""
     return {p for member in parts_of(optimizer) for bucket in buckets(member) for p in bucket.ranges}

@@ -1,10 +1,10 @@
-"""SIGTERM to the driver or to a rank of its trainer, with time to save first (``--preemption-grace-s``).
+"""SIGTERM to the driver or to a trainer rank, with time to save first (``--preemption-grace-s``).
 
-    notice -> the step that the trainer takes ends -> its checkpoint is written -> the job leaves
+    SIGTERM -> the trainer's current step ends -> its checkpoint is written -> the job exits
 
-The next start of the same command resumes there.  Without a grace the job leaves at once, and the steps since its last
-checkpoint are repeated.  Where ranks can start elsewhere (``TrainerRecovery.can_let_go``), a rank's signal ends these
-ranks and not the job.
+The next start of the same command resumes there.  Without a grace period the job exits at once, and the steps since
+the last checkpoint are repeated.  If ranks can restart elsewhere (``TrainerRecovery.can_let_go``), a signal to a rank
+ends these ranks and not the job.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 class RanksLeave(SlimeError):
-    """SIGTERM reached ranks of the trainer, which can do without their nodes; the trainer is idle."""
+    """SIGTERM reached trainer ranks that can restart elsewhere; raised while the trainer is idle."""
 
 
 class Preemption(Sigterm):
-    """Saves before the job leaves, and lets ranks leave alone.
+    """Reaction to SIGTERM that saves before the job exits, or lets only the affected ranks leave.
 
     Args:
-        grace_s: seconds from the signal to the end of a save.
-        save: saves what was trained since the last checkpoint; the trainer is idle.
-        lets_go: whether the job can do without the node of a rank, given by its name.
+        grace_s: seconds from the signal until the save must be done.
+        save: saves training since the last checkpoint; called while the trainer is idle.
+        lets_go: given a rank's name, returns whether the job can continue without that rank's node.
     """
 
     def __init__(
@@ -44,19 +44,19 @@ class Preemption(Sigterm):
         super().__init__()
         self.grace_s, self.save, self.lets_go = grace_s, save, lets_go
         self.leaving: set[str] = set()
-        """Names of ranks that got the signal, and are let go."""
+        """Names of ranks that received the signal and will leave."""
         self._came_at = 0.0
         self._is_over = self._has_left = False
         self._depth = self._num_letting_go = 0
 
     def listen(self) -> None:
-        """Take the place of the present handlers of SIGTERM and of the alarm."""
+        """Install handlers for SIGTERM and SIGALRM."""
         super().listen()
         signal.signal(signal.SIGALRM, self._on_alarm)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Hold the interruption back while the trainer works, for as long as the grace allows."""
+        """Defer the interruption while the trainer works, within the grace period."""
         self._depth += 1
         try:
             yield
@@ -66,7 +66,7 @@ class Preemption(Sigterm):
 
     @contextmanager
     def letting_go(self) -> Iterator[None]:
-        """Have :meth:`check` raise RanksLeave within the block, whose caller saves and starts the ranks elsewhere."""
+        """Within the block, let :meth:`check` raise RanksLeave; the caller then saves and restarts ranks elsewhere."""
         self._num_letting_go += 1
         try:
             yield
@@ -74,18 +74,18 @@ class Preemption(Sigterm):
             self._num_letting_go -= 1
 
     def reached(self, name: str) -> None:
-        """Let a rank leave where that is possible; otherwise the signal is the driver's own."""
+        """Let a rank leave if possible; otherwise treat the signal as the driver's own."""
         if self.lets_go(name):
             self.leaving.add(name)
         else:
             super().reached(name)
 
     def departure(self) -> EngineDiedError | None:
-        """Return the end of the ranks that leave, as the death that others see."""
+        """Return an error for the departure of the leaving ranks; None if no rank leaves."""
         return EngineDiedError(f"{self._who()} left after SIGTERM") if self.leaving else None
 
     def check(self) -> None:
-        """Raise Interrupted when the job must leave, after a save; raise RanksLeave when ranks must."""
+        """Raise Interrupted, after a save, if the job must exit; raise RanksLeave if ranks must leave."""
         self._check_own()
         if self.leaving and self._num_letting_go and not self._depth:
             raise RanksLeave(f"SIGTERM to {self._who()}")
@@ -99,20 +99,20 @@ class Preemption(Sigterm):
         return ", ".join(sorted(self.leaving))
 
     def _leave(self) -> None:
-        """Save, once, in what is left of the grace."""
+        """Save once, within the rest of the grace period."""
         if not self.grace_s or self._has_left:
             return
         self._has_left = True
-        self._depth += 1  # another SIGTERM does not end the save
+        self._depth += 1  # another SIGTERM must not end the save
         try:
             if self._is_over:
                 raise Interrupted
             self.save()
             logger.warning("Saved %.1f s after SIGTERM.", time.monotonic() - self._came_at)
         except Interrupted:
-            logger.error("--preemption-grace-s %g was too short for the save; the one before it counts.", self.grace_s)
-        except Exception as error:  # a rank's death shows in whatever the others were doing
-            logger.error("The save after SIGTERM failed, and the one before it counts: %s", error)
+            logger.error("--preemption-grace-s %g was too short for the save; the previous one counts.", self.grace_s)
+        except Exception as error:  # a rank's death surfaces in whatever the others were doing
+            logger.error("The save after SIGTERM failed; the previous one counts: %s", error)
         finally:
             self._depth -= 1
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,4 +1,4 @@
-"""The state of one trainer rank as one run of bytes on its host, from which its successor continues."""
+"""The state of one trainer rank in one host buffer, from which the rank's successor resumes."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class StateCopy:
 
     rollout_id: int
     header: bytes
-    """Pickled: the tensors' places, and the other values.  A rank reads only what a rank of the same job has made."""
+    """Pickled tensor places and other values.  A rank reads only headers made by ranks of the same job."""
     data: Tensor
-    """[num_bytes], uint8: all tensors, one after the other."""
+    """uint8 tensor ``[num_bytes]``: all tensors, one after the other."""
 
     @classmethod
     def take(
         cls, rollout_id: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], *, room: Tensor | None = None
     ) -> StateCopy:
-        """Copy ``tensors`` to the host; they may change when this returns.
+        """Copy ``tensors`` to the host; they may change once this returns.
 
         Args:
-            room: ``data`` of a copy that is not needed any more, taken where it has the size; pinned with CUDA.
+            room: ``data`` of a copy that is no longer needed, reused if its size (and pinning) fit.
         """
         places, size = [], 0
         for name, tensor in tensors.items():
@@ -70,7 +70,7 @@ def _view(data: Tensor, place: _Place) -> Tensor:
 
 
 def is_copy_due(args: Namespace, rollout_id: int) -> bool:
-    """Return True when the ranks of trainer and critic, which both have trained, copy their state."""
+    """Return True if the ranks of actor and critic copy their state after ``rollout_id``."""
     if args.state_copy_interval is None or rollout_id < args.num_critic_only_steps:
         return False
     return bool((rollout_id + 1) % args.state_copy_interval == 0)

@@ -1,6 +1,6 @@
-"""A process that starts the driver again when it fails (``--supervise``): the same command goes on from the last save.
+"""A process that restarts the driver if it fails (``--supervise``): the same command resumes from the last save.
 
-It imports nothing that could fail with the driver.
+It imports nothing that could fail along with the driver.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import IO
 
 EXIT_INTERRUPTED = 130
 FINAL_CODES = (0, 2, EXIT_INTERRUPTED)
-"""Exit codes of a driver that ended well, got bad input or was told to leave: it is not started again."""
+"""Exit codes after which the driver is not restarted: success, bad input, interruption."""
 FLAG = "--supervise"
 WINDOW_S = 3600.0
-"""Time over which ``--max-recoveries`` counts."""
+"""Seconds over which ``--max-recoveries`` counts."""
 PAUSE_S = 5.0
-"""Until the processes of a driver that died have noticed."""
-CAUSE = re.compile(r"^slime (?:job failed|cannot go on with this run): (.*)")
+"""Seconds for the processes of a dead driver to notice its death."""
+CAUSE = re.compile(r"^slime (?:job failed|cannot continue this run): (.*)")
 
 
 def supervise(program: str, words: Sequence[str], *, clock: Callable[[], float] = time.monotonic) -> int:
-    """Run ``program`` with ``words`` until it ends for good; return its exit code.
+    """Run ``program`` with ``words``, restarting it after failures, until it ends for good; return its exit code.
 
     Args:
-        program: of the driver, such as train.py.
-        words: its command line, of which ``--max-recoveries`` is read.
-        clock: seconds.
+        program: the driver, such as train.py.
+        words: its command line, from which ``--max-recoveries`` is read.
+        clock: returns seconds.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--max-recoveries", type=int, default=3)
@@ -44,7 +44,7 @@ def supervise(program: str, words: Sequence[str], *, clock: Callable[[], float] 
         code, cause, was_told = _run(command)
         if code in FINAL_CODES:
             return code
-        if was_told:  # a terminal's Ctrl-C reaches the driver twice, which may not end in an orderly way
+        if was_told:  # a terminal's Ctrl-C reaches the driver twice, so it may not exit cleanly
             return EXIT_INTERRUPTED
         now = clock()
         failures = [failure for failure in failures if now - failure[0] < WINDOW_S] + [(now, cause)]
@@ -53,12 +53,12 @@ def supervise(program: str, words: Sequence[str], *, clock: Callable[[], float] 
             for number, (_, text) in enumerate(failures, start=1):
                 _say(f"  {number}. {text}")
             return code if code > 0 else 1
-        _say(f"the driver failed ({cause}); it is started again, {len(failures)} of {allowed} times within an hour")
+        _say(f"the driver failed ({cause}); restarting it, {len(failures)} of {allowed} times within an hour")
         time.sleep(PAUSE_S)
 
 
 def _run(command: Sequence[str]) -> tuple[int, str, bool]:
-    """Run one driver; return its exit code, why it failed as it said itself, and whether a signal told it to leave."""
+    """Run one driver; return its exit code, the cause it printed (or its status), and whether it was signalled."""
     causes: list[str] = []
     told: list[int] = []
     early: list[int] = []
@@ -80,7 +80,7 @@ def _run(command: Sequence[str]) -> tuple[int, str, bool]:
         reader = threading.Thread(target=_copy, args=(child.stderr, causes), daemon=True)
         reader.start()
         code = child.wait()
-        reader.join(timeout=PAUSE_S)  # what a driver that was killed leaves behind may hold the pipe a little longer
+        reader.join(timeout=PAUSE_S)  # children of a killed driver may hold the pipe a little longer
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -89,7 +89,7 @@ def _run(command: Sequence[str]) -> tuple[int, str, bool]:
 
 
 def _copy(lines: IO[str], causes: list[str]) -> None:
-    """Copy the driver's errors to ours, and keep what it says of its end."""
+    """Copy the driver's stderr to ours and record the failure causes that it prints."""
     with lines:
         for line in lines:
             sys.stderr.write(line)

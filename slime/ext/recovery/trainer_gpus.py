@@ -1,8 +1,8 @@
-"""The trainer's GPUs after a node has died: its own where the node comes back, else those kept in reserve.
+"""Finds GPUs for the trainer after a node has died: its own if the node comes back, otherwise spare ones.
 
-    node dies -> Ray takes its bundles back, and places them on nodes that join, once all that are lost have room
-              -> the ranks start on these bundles as soon as that has happened
-              -> after NODE_RETURN_S on bundles in reserve (--spare-nodes), and theirs are the reserve from then on
+    node dies -> Ray reclaims its bundles and places them on nodes that join, once all lost bundles fit
+              -> the ranks start on these bundles as soon as they are placed
+              -> or, after NODE_RETURN_S, on spare bundles (--spare-nodes); the lost bundles then become the reserve
 
 Engines keep their bundles throughout.
 """
@@ -27,20 +27,20 @@ from slime.utils.errors import DeadlineError, HangError, ProcessError
 logger = logging.getLogger(__name__)
 
 NODE_RETURN_S = 10.0
-"""Time for a node to come back where GPUs are in reserve."""
+"""Seconds to wait for a node to come back before spare GPUs are used."""
 POLL_S = 0.5
 CONNECT_TIMEOUT_S = 2.0
-"""For a node to take a connection."""
+"""Seconds for a node to accept a connection."""
 SHARE = 0.4
-"""GPU share of the task that tells a bundle's GPU: of what a rank of the trainer gave back."""
+"""GPU share of the task that identifies a bundle's GPU; fits into what a trainer rank released."""
 
 
 class TrainerGpus:
-    """Finds GPUs for the ranks of a trainer that starts again.
+    """Finds GPUs for the ranks of a restarting trainer.
 
     Args:
         args: the run's arguments.
-        gpus: of the job's parts, as ``create_placement_groups`` hands them out.
+        gpus: the result of ``create_placement_groups``.
     """
 
     def __init__(self, args: Namespace, gpus: Mapping[str, GpuSlice | None]) -> None:
@@ -53,25 +53,25 @@ class TrainerGpus:
         self._reserve = spare.bundle_indices if spare is not None else []
         self._gpu_ids = dict(zip(actor.bundle_indices, actor.gpu_ids, strict=True))
         self._nodes = self._table()
-        """Where each bundle is, or was last."""
+        """Bundle -> its current or last node."""
         self._leaving: dict[str | None, float] = {}
-        """Nodes that are to be taken away, and until when they may still answer."""
+        """Node that will be taken away -> time until which it may still answer."""
 
     def is_elsewhere(self, rank: int) -> bool:
         """Return whether a rank is on another node than this process."""
         return self._group is None or self._nodes.get(self._mine[rank]) != ray.get_runtime_context().get_node_id()
 
     def avoid(self, ranks: Sequence[int], seconds: float) -> None:
-        """Start nothing on the nodes of these ranks for so long, in which they are taken away."""
+        """Start nothing on the nodes of these ranks for ``seconds``, during which the nodes are taken away."""
         until = time.monotonic() + seconds
         self._leaving |= {self._nodes.get(self._mine[rank]): until for rank in ranks}
 
     def find_again(self) -> GpuSlice:
-        """Return a GPU on a node that is alive for each rank; waits for nodes to come back, or takes the reserve.
+        """Return a GPU on a live node for each rank; waits for nodes to come back, or uses spare GPUs.
 
         Raises:
-            ProcessError: neither is there after ``--cluster-wait-timeout-s``.
-            HangError: the node of the GPUs that were found dies or hangs too; others may be found.
+            ProcessError: not enough GPUs after ``--cluster-wait-timeout-s``.
+            HangError: a node of the chosen GPUs dies or hangs too; call again to find others.
         """
         if self._group is None:
             return GpuSlice(None, self._mine, [self._gpu_ids[bundle] for bundle in self._mine])
@@ -87,16 +87,16 @@ class TrainerGpus:
             if waited_s >= self._wait_s:
                 raise ProcessError(
                     f"{len(lost)} of the trainer's {len(self._mine)} GPUs are on a node that died and has not come "
-                    f"back within {self._wait_s:.0f} s (--cluster-wait-timeout-s), and of {len(self._reserve)} GPUs "
-                    f"in reserve {sum(bundle in placed for bundle in self._reserve)} are there (--spare-nodes "
-                    f"{self._num_spare_nodes}). Bring the node back, or start with more in reserve."
+                    f"back within {self._wait_s:.0f} s (--cluster-wait-timeout-s), and of {len(self._reserve)} spare "
+                    f"GPUs {sum(bundle in placed for bundle in self._reserve)} are available (--spare-nodes "
+                    f"{self._num_spare_nodes}). Bring the node back, or start with more spare nodes."
                 )
             if time.monotonic() >= next_report:
                 logger.warning("%d of the trainer's GPUs are gone; waiting for their node to come back", len(lost))
                 next_report += 10
             time.sleep(POLL_S)
         if chosen != self._mine:
-            logger.warning("The trainer moves to %d GPUs in reserve (--spare-nodes).", len(lost))
+            logger.warning("The trainer moves to %d spare GPUs (--spare-nodes).", len(lost))
             self._reserve = [bundle for bundle in self._reserve if bundle not in chosen] + lost
             self._mine = chosen
         self._identify([bundle for bundle in chosen if placed[bundle] != self._nodes.get(bundle)])
@@ -104,12 +104,12 @@ class TrainerGpus:
         return GpuSlice(self._group, chosen, [self._gpu_ids[bundle] for bundle in chosen])
 
     def _table(self) -> dict[int, str]:
-        """Return what Ray says is the node of every bundle; nothing for one that waits for a node."""
+        """Return bundle -> node according to Ray; bundles that wait for a node are missing."""
         nodes = placement_group_table(self._group)["bundles_to_node_id"] if self._group is not None else {}
         return {int(bundle): node for bundle, node in nodes.items() if node}
 
     def _placed(self) -> dict[int, str]:
-        """Return the node of every bundle that is on one that answers: of a death Ray learns half a minute late."""
+        """Return bundle -> node for nodes that answer now; Ray notices a node's death only after half a minute."""
         table = self._table()
         used = set(table.values()) - self._still_leaving()
         alive = {node["NodeID"] for node in ray.nodes() if node["NodeID"] in used and node["Alive"] and answers(node)}
@@ -120,17 +120,17 @@ class TrainerGpus:
         return {node for node, until in self._leaving.items() if now < until}
 
     def _identify(self, moved: Sequence[int]) -> None:
-        """Note which GPUs these bundles have on their new node."""
+        """Find out which GPUs these bundles have on their new nodes."""
         if moved:
             try:
                 found = bundle_identities(self._group, moved, share=SHARE)
             except (RayError, DeadlineError) as error:
-                raise HangError(f"the new node of {len(moved)} GPUs does not say which these are: {error}") from error
+                raise HangError(f"the new node of {len(moved)} GPUs did not identify them: {error}") from error
             self._gpu_ids |= {bundle: gpu_id for bundle, (_, gpu_id) in zip(moved, found, strict=True)}
 
 
 def answers(node: Mapping[str, Any]) -> bool:
-    """Return True when Ray's process on a node, one of ``ray.nodes()``, takes a connection."""
+    """Return True if the raylet of a node (an entry of ``ray.nodes()``) accepts a connection."""
     try:
         socket.create_connection(
             (node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=CONNECT_TIMEOUT_S
@@ -141,7 +141,7 @@ def answers(node: Mapping[str, Any]) -> bool:
 
 
 def choose(mine: Sequence[int], reserve: Sequence[int], placed: Mapping[int, str]) -> list[int] | None:
-    """Return a bundle for each rank: its own where it is placed, else one in reserve that is; None without enough."""
+    """Return a bundle for each rank: its own if placed, otherwise a placed spare one; None if there are too few."""
     free = [bundle for bundle in reserve if bundle in placed]
     lost = [bundle for bundle in mine if bundle not in placed]
     if len(free) < len(lost):

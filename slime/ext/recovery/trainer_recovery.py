@@ -1,19 +1,19 @@
-"""Trainers that die are started again and brought back to the step that they were taken from.
+"""Restarts trainers that die, and brings them back to the interrupted step.
 
-    a rank dies, or does not go on -> its trainer's other ranks are killed
-                -> where its node is gone, all wait for it to come back, or others take its place (--spare-nodes)
-                -> all start again, from copies of their state in memory, or from the last checkpoint
-                -> they train again on the rollouts since -> the interrupted step is taken again
+    a rank dies or hangs -> all other ranks of the trainers are killed
+                -> if its node is gone, wait for the node to come back, or use spare nodes (--spare-nodes)
+                -> all ranks restart, from copies of their state in memory or from the last checkpoint
+                -> they repeat training on the rollouts since then -> the interrupted step is repeated
 
-The engines keep their weights and go on generating; no token is drawn twice.  The driver keeps references to the train
-data since the last checkpoint, which stay in Ray's object store (it spills to disk when memory is short).
+Engines keep their weights and continue generating; no token is sampled twice.  The driver keeps references to the
+train data since the last checkpoint, which stays in Ray's object store (spilled to disk if memory is short).
 
-A step whose numbers cannot be used (``--on-nan rollback N``) goes the same way back, with two differences: N
-checkpoints instead of one, and neither its rollout nor those since that checkpoint are trained on again, because the
-same data would lead to the same numbers.  A save follows, so that later deaths do not lead further back.
+A step with unusable numbers (``--on-nan rollback N``) is handled the same way with two differences: the trainer goes
+back N checkpoints instead of one, and neither that rollout nor those since the checkpoint are trained on again,
+because the same data would give the same numbers.  A save follows, so that later deaths do not lead further back.
 
-Ranks whose node is taken away (SIGTERM, ``--preemption-grace-s``) save first, and start on other nodes, in reserve or
-not, or on theirs once it is back.
+Ranks whose node is taken away (SIGTERM, ``--preemption-grace-s``) save first, and restart on other nodes, spare or
+not, or on their own once it is back.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 NOTICE_S = 5.0
-"""Seconds from an error of one rank until Ray has noticed the death of another, which caused it."""
+"""Seconds after a rank's error for Ray to notice the death of another rank that caused it."""
 GLOO_TIMEOUT = ("gloo", "Timed out waiting")
-"""Words of gloo's error at a rank that waited in vain for another; under NCCL its process ends instead."""
+"""Text of gloo's error on a rank that waited in vain for another; with NCCL the process ends instead."""
 WINDOW_S = 3600.0
-"""Time over which ``--max-recoveries`` counts."""
+"""Seconds over which ``--max-recoveries`` counts."""
 
 
 class TrainerRecovery:
-    """Takes the steps of a job that need its trainer, and takes them again when one of its ranks dies.
+    """Runs a job's steps, and repeats them if a trainer rank dies.
 
     Args:
         args: the run's arguments.
-        trainers: the actor, and the critic if there is one; all start again when a rank of either dies.
+        trainers: the actor, and the critic if any; all restart if a rank of either dies.
         notice: the driver's reaction to SIGTERM.
-        gpus: finds GPUs for their ranks; without it they start where they were.
-        save: saves what was trained since the last checkpoint, and waits until that is on disk.
+        gpus: finds GPUs for the ranks; None to restart them where they were.
+        save: saves training since the last checkpoint and waits until that is on disk.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class TrainerRecovery:
     ) -> None:
         self.args = args
         self.is_down = False
-        """The trainer died and was not started again yet."""
+        """True if the trainer died and has not been restarted."""
         self.must_save = False
-        """The trainer went back to an older checkpoint, which the next save is to replace."""
+        """True after a rollback, until a save: the next step must save."""
         self._all, self._notice, self._gpus, self._save = trainers, notice, gpus, save
         self._actor, self._trainers, self._train = trainers.actor, trainers.all, trainers.train
         self._is_on = args.trainer_recovery != "off"
@@ -77,15 +77,15 @@ class TrainerRecovery:
         self._deaths: list[tuple[float, str]] = []
 
     def run(self, step: Callable[[], T], *, needs_trainer: bool = True) -> T:
-        """Return ``step()``; when a rank of the trainer dies during it, start the trainer again and repeat the step.
+        """Return ``step()``; if a trainer rank dies during it, restart the trainer and repeat the step.
 
         Args:
-            step: may be called several times; changes nothing before it fails, or the same each time.
-            needs_trainer: False for a wait for engines, which goes on without a trainer where they share its GPUs.
+            step: may be called several times; a failed call must change nothing or be idempotent.
+            needs_trainer: False for a wait for engines, which continues without a trainer if they share its GPUs.
 
         Raises:
-            EngineDiedError: more deaths than ``--max-recoveries`` within an hour; notes name the earlier ones.
-            StepError: numbers that cannot be used, as often as that or without ``--on-nan rollback``.
+            EngineDiedError: more than ``--max-recoveries`` deaths within an hour; notes list the earlier ones.
+            StepError: unusable numbers, without ``--on-nan rollback`` or more than ``--max-recoveries`` times.
         """
         while True:
             try:
@@ -108,23 +108,23 @@ class TrainerRecovery:
                 if not self._is_on:
                     raise
                 self._take_down(error)
-            except Exception as error:  # a death shows first in whatever the other ranks were doing
+            except Exception as error:  # a death surfaces first in whatever the other ranks were doing
                 death = self._cause_of(error) if self._is_on else None
                 if death is None:
                     raise
                 self._take_down(death, error)
 
     def _cause_of(self, error: Exception) -> SlimeError | None:
-        """Return the death, departure or hang of a rank behind an error of another; None for an error of its own."""
+        """Return the death, departure or hang of another rank that caused ``error``; None if there is none."""
         if found := find_death(self._all.names, timeout_s=NOTICE_S) or self._notice.departure():
             return found
         is_late = isinstance(error, RuntimeError) and all(words in str(error) for words in GLOO_TIMEOUT)
         return HangError(f"a rank did not take part in a collective: {error}") if is_late else None
 
     def train(self, rollout_id: int, rollout_data: list[Box]) -> None:
-        """Train on one rollout, or leave it out where that leads to a rollback.
+        """Train on one rollout, or skip it if it causes a rollback.
 
-        Its train data is kept until a checkpoint holds what it did to the weights.
+        The train data is kept until a checkpoint includes this step.
         """
         before = self._num_rollbacks
         self.run(lambda: self._train(rollout_id, rollout_data) if self._num_rollbacks == before else None)
@@ -132,34 +132,35 @@ class TrainerRecovery:
             self._trained.append((rollout_id, rollout_data))
 
     def record_saved(self) -> None:
-        """Drop the train data that the last checkpoint makes superfluous."""
+        """Drop the train data that the last checkpoint makes obsolete."""
         self.must_save = False
         last = self._actor.checkpoints.last
         if last is not None:
             self._trained = [kept for kept in self._trained if kept[0] > last]
 
     def keep_instead(self, trained: list[tuple[int, list[Box]]]) -> None:
-        """Keep other references to the train data since the last checkpoint: the owner of those before died."""
+        """Replace the references to train data since the last checkpoint, because the old ones' owner died."""
         self._trained = trained
 
     def can_let_go(self, rank: str) -> bool:
-        """Return whether the job goes on without the node of a rank that was told to leave.
+        """Return whether the job can continue without the node of a rank that received SIGTERM.
 
-        Not where engines share the GPUs, which would have to make room for the save, nor without the driver's node.
+        It cannot if engines share the GPUs, because they would have to free memory for the save, or if the driver is
+        on that node.
         """
         if not (self._is_on and self.args.preemption_grace_s and rank in self._all.names) or self.args.offload_rollout:
             return False
         return self._gpus is None or self._gpus.is_elsewhere(self._number_of(rank))
 
     def _let_go(self, leave: RanksLeave) -> None:
-        """Save while the ranks that are to leave are there, and give all up."""
+        """Save while the leaving ranks are still up, then take the trainer down."""
         if not self.is_down:
             with self._notice.deferred():
                 self._save()
-        if self._notice.leaving:  # else they died over it, and others have their place
+        if self._notice.leaving:  # empty if they died during the save and were replaced
             try:
                 self._take_down(leave)
-            except RanksLeave:  # one too many: what they trained is saved
+            except RanksLeave:  # too many recoveries, but training is saved
                 raise Interrupted from leave
 
     def _number_of(self, name: str) -> int:
@@ -170,9 +171,9 @@ class TrainerRecovery:
             trainer.release()
 
     def _take_down(self, death: SlimeError, error: Exception | None = None) -> None:
-        """Kill the ranks that are left, unless there were too many deaths."""
+        """Kill the remaining ranks; raises if there were too many deaths."""
         self.count(death, error)
-        logger.error("%s. The trainer is started again (--trainer-recovery %s).", death, self.args.trainer_recovery)
+        logger.error("%s. Restarting the trainer (--trainer-recovery %s).", death, self.args.trainer_recovery)
         if self._notice.leaving and self._gpus is not None:
             self._gpus.avoid([self._number_of(name) for name in self._notice.leaving], self.args.preemption_grace_s)
         self._notice.leaving.clear()
@@ -180,7 +181,7 @@ class TrainerRecovery:
         self.is_down = True
 
     def count(self, death: SlimeError, error: Exception | None = None) -> None:
-        """Raise ``death``, with notes that name the earlier ones, when it is one too many (``--max-recoveries``)."""
+        """Count a death; raise it, with notes on the earlier ones, if it exceeds ``--max-recoveries``."""
         now = time.monotonic()
         self._deaths = [earlier for earlier in self._deaths if now - earlier[0] < WINDOW_S]
         if len(self._deaths) >= self.args.max_recoveries:
@@ -190,9 +191,9 @@ class TrainerRecovery:
         self._deaths.append((now, str(death).splitlines()[0]))
 
     def restart(self) -> None:
-        """Start the trainer from its last copies or checkpoint and train again on what came after that."""
+        """Restart the trainer from its last copies or checkpoint and repeat training on later rollouts."""
         begin, began = time.monotonic(), time.time()
-        self._release_and_wait()  # of a restart that failed half-way, too
+        self._release_and_wait()  # also cleans up after a failed restart
         if self._gpus is not None:
             found = self._gpus.find_again()
             for trainer in self._trainers:
@@ -204,12 +205,12 @@ class TrainerRecovery:
         self.is_down = False
         span("recovery", began, time.time(), rollout=start)
         logger.warning(
-            "The trainer is back after %.1f s: it went on from rollout %d and trained again on %d rollouts.",
+            "The trainer is back after %.1f s: it resumed at rollout %d and repeated training on %d rollouts.",
             time.monotonic() - begin, start, len(again),
         )  # fmt: skip
 
     def restart_if_down(self) -> None:
-        """Start the trainer again where it is down, or where a rank has died that no wait has noticed."""
+        """Restart the trainer if it is down, or if a rank has died unnoticed by any wait."""
 
         def notice() -> None:
             if death := find_death(self._all.names, timeout_s=0):
@@ -218,15 +219,15 @@ class TrainerRecovery:
         self.run(notice)
 
     def _start(self) -> int:
-        """Start every trainer, and return the rollout that all go on with."""
+        """Start every trainer, and return the rollout at which all resume."""
         try:
             start, *others = [trainer.create() for trainer in self._trainers]
             if others not in ([], [start]):
-                # The critic's copies were lost, and dropped, when the actor had taken its own: both read checkpoints.
+                # The critic's copies were lost after the actor had used its own: restart both from checkpoints.
                 self._release_and_wait()
                 start, *others = [trainer.create() for trainer in self._trainers]
         except DeadlineError as error:
-            raise HangError(f"the trainer did not start again: {error}") from error
+            raise HangError(f"the trainer did not restart: {error}") from error
         assert others in ([], [start]), (start, others)
         return start
 

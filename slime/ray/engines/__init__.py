@@ -1,1 +1,1 @@
-"""The engines of a run: one table of life, the groups that act on it, and the fleet that the manager owns."""
+"""The engines of a run: one lifecycle table, the groups that act on it, and the fleet that the manager owns."""

@@ -1,9 +1,9 @@
-"""An SGLang engine as a Ray actor: its environment, its GPUs, the ports on which it listens, and its end.
+"""An SGLang engine as a Ray actor: its environment, its GPU placement, its ports, and how it is killed.
 
-Ray's workers listen on 10002-19999 and the kernel hands out ephemeral ports from 32768 on, so engines live between.
-The search starts at a random place there and moves upward, at the end to the beginning: a port is only taken some time
-after it was found free, and two jobs that start together on one node must not find the same one.  Ports are probed on
-the engine's own node, by its own actor.
+Ray workers listen on 10002-19999 and the kernel assigns ephemeral ports from 32768 on, so engines listen in between.
+The search starts at a random port in that range, moves upward and wraps around.  The random start keeps two jobs that
+start together on one node from picking the same port, since a port is bound only some time after it was found free.
+Each engine's own actor probes ports, on the engine's node.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from slime.utils.net import format_host_port, loopback_address
 FIRST_PORTS = range(21000, 31000)
 EPHEMERAL_PORTS_BEGIN = 32768
 PORTS_TIMEOUT_S = 600.0
-"""Longest time for actors to start and name free ports."""
+"""Upper limit in seconds for actors to start and report free ports."""
 EXITS_TIMEOUT_S = 10.0
-"""Time for actors to say whether their servers have ended."""
+"""Seconds for actors to report whether their servers have ended."""
 KILL_TIMEOUT_S = 15.0
-"""Time for an engine's actor to kill its server; then the actor is killed, and the server ends with it."""
+"""Seconds for an actor to kill its server; then the actor is killed, and the server ends with it."""
 ENGINE_ENV_DEFAULTS = {
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
     "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true",
@@ -45,11 +45,11 @@ ENGINE_ENV_DEFAULTS = {
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
 }
-"""A value that the driver's environment already has wins over these."""
+"""Defaults; values in the driver's environment take precedence."""
 
 
 class EngineActor(RayActor, SGLangEngine):
-    """``SGLangEngine`` with what a Ray actor adds: a port probe, and answers while another call is under way."""
+    """``SGLangEngine`` as a Ray actor, with a port probe and with calls that answer while another call runs."""
 
     @ray.method(concurrency_group=WATCH_GROUP)
     def describe_exit(self) -> str | None:
@@ -58,7 +58,7 @@ class EngineActor(RayActor, SGLangEngine):
 
     @ray.method(concurrency_group=WATCH_GROUP)
     def kill_server(self) -> None:
-        """Kill the server's processes, even stopped ones; the actor stays."""
+        """Kill the server's processes, even stopped ones; the actor lives on."""
         if self.process is not None:
             self.process.stop()
 
@@ -67,7 +67,7 @@ RemoteEngine = ray.remote(concurrency_groups={WATCH_GROUP: 1})(EngineActor)
 
 
 def start_engine_actor(gpus: GpuSlice | None, position: int, *arguments: Any, **keywords: Any) -> Any:
-    """Start one engine actor on the GPU at ``position`` of the slice (None: an external engine without a GPU)."""
+    """Start an engine actor on the slice's GPU at ``position``; without a GPU (external engine) if None."""
     variables = COMMON_ACTOR_ENV | NOSET_VISIBLE_DEVICES
     variables |= {name: env.get_str(name, default) or default for name, default in ENGINE_ENV_DEFAULTS.items()}
     variables["SLIME_LOG_RUN"] = run_name()
@@ -80,11 +80,11 @@ def start_engine_actor(gpus: GpuSlice | None, position: int, *arguments: Any, **
 
 
 def exits_of(actors: Mapping[int, Sequence[Any]], timeout_s: float) -> dict[int, str]:
-    """Return the engines with a dead process, each with how it ended.
+    """Return engine index -> how it ended, for each engine with a dead process.
 
     Args:
-        actors: of each engine, one for each of its nodes.
-        timeout_s: an actor that says nothing for so long counts as busy, not dead; its death is reported by Ray.
+        actors: engine index -> its actors, one per node.
+        timeout_s: an actor that does not answer within this time counts as busy, not dead; Ray reports deaths.
     """
     asked = {actor.describe_exit.remote(): index for index, several in actors.items() for actor in several}
     if not asked:
@@ -102,8 +102,8 @@ def exits_of(actors: Mapping[int, Sequence[Any]], timeout_s: float) -> dict[int,
 
 
 def kill_actors(actors: Sequence[Any]) -> None:
-    """Kill the servers of these actors, then the actors."""
-    # A server that is stopped or stuck would not notice the end of its actor.
+    """Kill the servers of ``actors``, then the actors."""
+    # Servers first: a stopped or stuck server would not notice that its actor has ended.
     refs = [actor.kill_server.remote() for actor in actors]
     if refs:
         ray.wait(refs, num_returns=len(refs), timeout=KILL_TIMEOUT_S)
@@ -113,7 +113,7 @@ def kill_actors(actors: Sequence[Any]) -> None:
 
 @dataclass(kw_only=True)
 class EngineAddress:
-    """The addresses of one engine actor, named as the arguments of ``SGLangEngine.init``."""
+    """Addresses of one engine actor.  Fields are named like the arguments of ``SGLangEngine.init``."""
 
     host: str
     port: int
@@ -124,7 +124,7 @@ class EngineAddress:
 
 @dataclass
 class PortCursors:
-    """Next port to try on each node; shared by all server groups of the job."""
+    """The next port to try on each node; shared by all server groups of the job."""
 
     first_port: int = field(default_factory=lambda: random.choice(FIRST_PORTS))
     next_port: dict[str, int] = field(default_factory=dict)
@@ -139,9 +139,9 @@ def allocate_addresses(
     timeout_s: float,
     dp_size: int = 1,
 ) -> list[EngineAddress]:
-    """Allocate one address per engine actor, in rank order, all within the time that a start may take, ``timeout_s``.
+    """Allocate one address per engine actor, in rank order, within ``min(timeout_s, PORTS_TIMEOUT_S)`` seconds in all.
 
-    "prefill" engines get a bootstrap port too.  The cursors advance past every port that was handed out.
+    Prefill engines also get a bootstrap port.  The cursors advance past every allocated port.
     """
     addresses: list[EngineAddress] = []
     shared_rendezvous: str | None = None
@@ -151,7 +151,7 @@ def allocate_addresses(
 
         def take(count: int, engine: Any = engine, host: str = host) -> int:
             start = cursors.next_port.get(host, cursors.first_port)
-            if start + count > EPHEMERAL_PORTS_BEGIN:  # those of engines that have ended are free again
+            if start + count > EPHEMERAL_PORTS_BEGIN:  # wrap around: ports of ended engines are free again
                 start = FIRST_PORTS.start
             _, port = _probe(engine, start, count, deadline_s)
             cursors.next_port[host] = port + count
@@ -161,8 +161,8 @@ def allocate_addresses(
         if worker_type == "prefill":
             address.disaggregation_bootstrap_port = take(1)
         if rank % nodes_per_engine == 0:
-            # An engine's scheduler unpickles what comes in beside its rendezvous: only its own nodes may reach that.
-            # (A prefill engine looks for its bootstrap server, which decode engines ask, at the rendezvous' host.)
+            # An engine's scheduler unpickles data from ports next to its rendezvous, so only its own nodes may reach
+            # that address.  (A prefill engine puts the bootstrap server that decode engines query on the same host.)
             is_alone = nodes_per_engine == 1 and worker_type != "prefill"
             meeting = loopback_address() if is_alone else host
             shared_rendezvous = format_host_port(meeting, take(30 + dp_size))

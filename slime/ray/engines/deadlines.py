@@ -1,30 +1,31 @@
-"""How long the driver and the rollout manager wait for engines; flags give the times."""
+"""How long the driver and the rollout manager wait for engines, derived from flags."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 
 START_MARGIN_S = 120.0
-"""Of a start beyond ``--engine-start-timeout-s``, which the engine's actor keeps itself once it runs."""
+"""Seconds added to ``--engine-start-timeout-s``, a deadline that the engine's actor enforces once it runs."""
 MAX_START_ATTEMPTS = 3
-"""Starts of a server, one after the other, before the run is given up."""
+"""Attempts to start a server before the run ends."""
 MEMORY_MARGIN_S = 180.0
 ROLLOUT_MARGIN_S = 180.0
-"""The rollout function has its own deadline and the better message; the manager's comes later, the driver's last."""
+"""Seconds by which the manager's deadline follows the rollout function's, whose message is better.  The driver's
+deadline follows by twice as much."""
 MIN_WAIT_S = 1.0
-"""Least time for a call whose turn comes late."""
+"""Minimum timeout in seconds for a call that begins when its shared deadline is nearly over."""
 
 
 def start_timeout_s(engine_start_timeout_s: float) -> float:
-    """Return the time that one start of an engine may take, its actor's included."""
+    """Return the seconds that one engine start may take, including its actor's start."""
     return engine_start_timeout_s + START_MARGIN_S
 
 
 def restart_timeout_s(engine_start_timeout_s: float) -> float:
-    """Return the time that all attempts to restart an engine may take."""
+    """Return the seconds that all attempts to restart an engine may take together."""
     return MAX_START_ATTEMPTS * start_timeout_s(engine_start_timeout_s)
 
 
 def memory_timeout_s(args: Namespace) -> float:
-    """Return the deadline for engines to release their memory or take it back: restarts come first, then answers."""
+    """Return the seconds for engines to release or resume their memory: pending restarts, then their answers."""
     return restart_timeout_s(args.engine_start_timeout_s) + args.weight_update_timeout_s + MEMORY_MARGIN_S

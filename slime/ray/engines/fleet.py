@@ -1,6 +1,6 @@
-"""The engines of all models of a run.
+"""The engines of all models in a run.
 
-What happens to an engine is reported to its group, which acts on it (see ``lifecycle``).
+Events of an engine are reported to its group, which acts on them (see ``lifecycle``).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ ENGINE_CHECK_INTERVAL_S = 3.0
 
 
 class EngineFleet:
-    """The engines of all models: started, watched and stopped.
+    """Starts, watches and stops the engines of all models.
 
-    ``weights`` describes them to trainers, ``memory`` is the one that they share with trainers.
+    ``weights`` describes engines to trainers; ``memory`` manages the GPU memory that they share with trainers.
     """
 
     def __init__(self, args: Namespace, servers: Sequence[RolloutServer] = ()) -> None:
@@ -53,7 +53,7 @@ class EngineFleet:
         self._has_snapshot = False
         self._start_guard = threading.Lock()
         self._said: list[str] = []
-        """Addresses that the log has."""
+        """Addresses already logged."""
         self._next_router_check_s = 0.0
         self._monitors: list[HealthMonitor] = []
         for group in self.groups if args.use_fault_tolerance or args.rollout_stall_timeout_s > 0 else ():
@@ -69,7 +69,7 @@ class EngineFleet:
         """Wait until every engine serves; may be called several times, from several threads.
 
         Raises:
-            ProcessError: one did not start, or the router has ended meanwhile.
+            ProcessError: an engine did not start, or a router ended meanwhile.
         """
         with self._start_guard:
             wait_until_serving(self.groups, start_timeout_s(self.args.engine_start_timeout_s))
@@ -79,7 +79,7 @@ class EngineFleet:
                 logger.info("listening, guarded by %s: %s", guard, "; ".join(lines))
 
     def stop(self) -> None:
-        """Stop engines and routers in an orderly way; external ones stay."""
+        """Stop engines and routers cleanly; external ones keep running."""
         for monitor in self._monitors:
             monitor.stop()
         for group in self.groups:
@@ -94,16 +94,16 @@ class EngineFleet:
 
     @cached_property
     def lock(self) -> Any:
-        """The cluster-wide lock of the engines, for drivers that ask for it; None without engines."""
+        """A cluster-wide lock for drivers written for upstream; None without engines."""
         return Lock.remote() if self.servers else None
 
     # Faults
 
     def find_dead_engines(self, patience_s: float = 0.0) -> int:
-        """Report engines whose process has ended since they were last looked at; return how many.
+        """Report engines whose process has ended since the last check; return how many.
 
         Args:
-            patience_s: how long to look for the first; a server ends some seconds after one of its processes has died.
+            patience_s: seconds to keep looking for one; a server ends some seconds after one of its processes.
         """
         deadline_s = time.monotonic() + patience_s
         while True:
@@ -116,10 +116,10 @@ class EngineFleet:
             time.sleep(0.5)
 
     def recover(self) -> None:
-        """See to it that the coming weight update meets live engines, with the memory state that it expects.
+        """Ensure that the next weight push finds live engines in the memory state that it expects.
 
-        Waits for restarts where the GPUs are shared (an engine sizes its memory by what is free, so it must not start
-        beside a trainer) and where a model has no other engine; others get their weights when they are there.
+        Waits for restarts on shared GPUs (an engine sizes its memory by what is free, so it must not start while a
+        trainer holds memory) and if a model has no live engine.  Other restarting engines get the weights later.
         """
         self.find_dead_engines()
         for server in self.servers:
@@ -129,17 +129,17 @@ class EngineFleet:
         self.memory.release_started()
 
     def begin_rollout(self) -> None:
-        """Begin to count restarts, and have the monitors watch."""
+        """Reset the restart counts and resume the monitors."""
         for group in self.groups:
             group.begin_rollout()
         self.resume_monitors()
 
     def run_watched(self, work: Callable[[], Any]) -> Any:
-        """Run ``work`` beside a check that router and engines still live; return what it returns.
+        """Run ``work`` while checking that routers and engines are alive; return its result.
 
-        Without fault tolerance a dead one ends the rollout at once, instead of after every request to it has been
-        retried, and one that hangs after ``--rollout-stall-timeout-s``.  With it the health monitors report engines,
-        and a router is started again here.
+        Without fault tolerance, a dead router or engine ends the rollout at once instead of after all retries, and a
+        hanging engine ends it after ``--rollout-stall-timeout-s``.  With fault tolerance, the health monitors report
+        engines, and this method restarts dead routers.
         """
         executor = ThreadPoolExecutor(1, thread_name_prefix="rollout")
         future = executor.submit(work)
@@ -149,26 +149,26 @@ class EngineFleet:
                 self.check()
                 if time.monotonic() > deadline:
                     raise DeadlineError(
-                        f"the rollout function has run for {self.args.rollout_timeout_s:.0f} s "
-                        "(--rollout-timeout-s) and has not returned"
+                        f"the rollout function has not returned within {self.args.rollout_timeout_s:.0f} s "
+                        "(--rollout-timeout-s)"
                     )
             try:
                 return future.result(timeout=0)
             except EngineError:
                 if not self.args.use_fault_tolerance:
-                    time.sleep(ENGINE_CHECK_INTERVAL_S)  # sockets close before a killed server has ended
-                    self.check()  # its death says more than a refused request
+                    time.sleep(ENGINE_CHECK_INTERVAL_S)  # a killed server's sockets close before it has ended
+                    self.check()  # the server's death explains more than a refused request
                 raise
         finally:
             executor.shutdown(wait=False)
             if not self.args.use_fault_tolerance:
-                self.pause_monitors()  # engines may take weights now, or give their memory away
+                self.pause_monitors()  # engines may now take weights or release memory
 
     def check(self) -> None:
-        """Raise for what ends the run; with fault tolerance, start a dead router again.
+        """Raise if something ends the run; with fault tolerance, restart a dead router.
 
         Raises:
-            EngineDiedError: a router or an engine is gone.
+            EngineDiedError: a router or an engine is dead.
         """
         tolerant = self.args.use_fault_tolerance
         is_time_to_ask = time.monotonic() >= self._next_router_check_s
@@ -179,35 +179,36 @@ class EngineFleet:
             if tolerant and server.has_own_router:
                 server.revive_router(timeout_s)
             elif dead := server.router_problem(timeout_s):
-                raise EngineDiedError(f"{dead}. The rollout cannot go on; {END_ADVICE[tolerant]}.")
+                raise EngineDiedError(f"{dead}. The rollout cannot continue; {END_ADVICE[tolerant]}.")
         raise_if_given_up(self.groups)
         if tolerant:
             return
         for group in self.groups:
             for index, sentence in group.find_exited(ENGINE_CHECK_INTERVAL_S).items():
                 dead = f"{group.name_of(index)}: {sentence}"
-                raise EngineDiedError(f"{dead}. The rollout cannot go on; {END_ADVICE[False]}.")
+                raise EngineDiedError(f"{dead}. The rollout cannot continue; {END_ADVICE[False]}.")
 
     def pause_monitors(self) -> None:
-        """Stop probing: engines are about to be busy with something else than requests."""
+        """Stop probing, because engines are about to stop serving requests."""
         for monitor in self._monitors:
             monitor.pause()
 
     def resume_monitors(self) -> None:
-        """Probe again: engines serve."""
+        """Resume probing, because engines serve requests again."""
         for monitor in self._monitors:
             monitor.resume()
 
     # Memory
 
     def offload(self) -> None:
-        """Have the engines on the trainers' GPUs release their memory."""
+        """Make the engines on the trainers' GPUs release their memory."""
         self.pause_monitors()
         self.memory.release()
 
     def check_weights(self, action: str) -> list[Any]:
-        """Ask every engine's weight checker to snapshot, reset_tensors or compare."""
-        # With that flag each push is checked as it is made: upstream's driver, which compares after it, need not.
+        """Call every engine's weight checker with ``action``: snapshot, reset_tensors or compare."""
+        # With --check-weight-update-equal each push is already checked, so the extra compare by upstream's driver is
+        # skipped.
         if action == "compare" and not self._has_snapshot and self.args.check_weight_update_equal:
             return []
         self._has_snapshot |= action == "snapshot"

@@ -1,7 +1,7 @@
-"""A group of like engines of one model: start them, report what happens to them, act as the table of life says.
+"""A group of identical engines of one model: starts them, records their events, and acts as ``lifecycle`` says.
 
-An engine that starts again has the weights of the checkpoint on disk: it gets no request until the trainer has pushed
-the present ones.
+A restarted engine has the weights of the checkpoint on disk, so it gets no requests until the trainer has pushed the
+current ones.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from slime.utils.net import http_url
 logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 5
-"""Restarts of one engine within one rollout: an engine that dies again and again has a cause that stays."""
+"""Restarts allowed per engine within one rollout or evaluation; repeated deaths have a persistent cause."""
 
 
 END_ADVICE = {
-    False: "start the job again to resume from the last checkpoint, or pass --use-fault-tolerance to have engines "
+    False: "restart the job to resume from the last checkpoint, or pass --use-fault-tolerance to have engines "
     "restarted",
-    True: "start the job again to resume from the last checkpoint",
+    True: "restart the job to resume from the last checkpoint",
 }
 
 
 @dataclass
 class EngineGroup:
-    """Like engines of one model on a run of GPUs.
+    """Identical engines of one model on consecutive GPUs.
 
-    ``all_engines`` has one actor per engine and node, or None; ``engines`` are the actors of the
-    first nodes, which serve HTTP.
+    ``all_engines`` has one actor (or None) per engine and node; ``engines`` has the actor of each engine's first
+    node, which serves HTTP.
     """
 
     args: Namespace
@@ -67,29 +67,29 @@ class EngineGroup:
     needs_offload: bool
     cursors: PortCursors
     restarts: bool = True
-    """True when an evicted engine is started again; otherwise the run ends, or drops it."""
+    """True if evicted engines are restarted; otherwise the run ends or drops them."""
     revive_router: Callable[[], None] = lambda: None
-    """Start the router again where it has ended or hangs; an engine that starts may have to register there."""
+    """Restarts the router if it has ended or hangs; a starting engine may need it to register."""
     extra_overrides: dict[str, Any] = field(default_factory=dict)
-    """ServerArgs fields that follow from other groups; the group's own overrides win over them."""
+    """ServerArgs fields derived from other groups; the group's own overrides take precedence."""
     all_engines: list[Any] = field(default_factory=list)
     given_up: str | None = None
-    """Why the run needs an engine of this group that cannot be restarted."""
+    """Why the run must end: an engine of this group is lost and cannot be restarted.  None while all is well."""
     dtype: str = ""
-    """The dtype in which the engines compute; empty where nothing tells it."""
+    """The dtype in which the engines compute; empty if unknown."""
     weight_loaders: tuple[str, ...] = ()
-    """Import paths of weight loaders that the engines may be asked to run."""
+    """Import paths of weight loaders that the engines are allowed to run."""
     worker_key: str | None = None
-    """Key by which the router asks the engines."""
+    """Key with which the router authenticates to the engines; None without a job secret."""
     nodes_per_engine: int = 0
-    """Actors of one engine; 0 stands for one on each node that its GPUs are on."""
+    """Actors per engine; 0 means one for each node that its GPUs span."""
 
     def __post_init__(self) -> None:
         self.num_gpus_per_engine = self.config.num_gpus_per_engine
         if not self.nodes_per_engine:
             self.nodes_per_engine = max(1, self.num_gpus_per_engine // self.args.num_gpus_per_node)
         self.gpus_per_actor = self.num_gpus_per_engine // self.nodes_per_engine
-        # A fresh engine has to wait for the trainer's weights; an encoder never gets any.
+        # Engines that take updates must wait for the trainer's weights after a restart; encoders never get any.
         is_trained = self.config.worker_type != "encoder" and not self.args.debug_rollout_only
         self.takes_updates = is_trained and self.model.update_weights
         self.all_engines = [None] * (self.config.num_gpus // self.gpus_per_actor)
@@ -98,52 +98,52 @@ class EngineGroup:
         self.urls: list[str | None] = [None] * len(self.engines)
         self.bootstrap_ports: list[int | None] = [None] * len(self.engines)
         self.is_listed = [False] * len(self.engines)
-        """True for each engine that is registered at the router."""
+        """For each engine, True if it is registered with the router."""
         self.starting: dict[int, list[ray.ObjectRef]] = {}
-        """Of each engine in its first start: references that resolve once it serves and the router knows it."""
+        """Index of an engine in its first start -> references that resolve once it serves and is registered."""
         self.shutting_down: list[ray.ObjectRef] = []
-        """References that resolve once the engines of a group that was stopped have ended."""
+        """References that resolve once stopped engines have ended."""
         self._num_restarts: Counter[int] = Counter()
         self.num_evictions = 0
-        """Of engines of this group, since the job began."""
+        """Number of evictions in this group since the job began."""
         self._changed = threading.Condition()
 
     # The engines
 
     @property
     def engines(self) -> list[Any]:
-        """The actors that serve HTTP, None for an engine that is not there."""
+        """The actors that serve HTTP; None in place of a missing engine."""
         return self.all_engines[:: self.nodes_per_engine]
 
     def indices(self, *states: EngineState) -> list[int]:
-        """Return the engines in one of ``states``."""
+        """Return the indices of engines in one of ``states``."""
         return [index for index, state in enumerate(self.states) if state in states]
 
     def actors_of(self, index: int) -> list[Any]:
-        """Return the actors of one engine, one for each of its nodes."""
+        """Return the actors of one engine, one per node."""
         first = index * self.nodes_per_engine
         return self.all_engines[first : first + self.nodes_per_engine]
 
     def name_of(self, index: int) -> str:
-        """Return an engine in words."""
+        """Return the engine's name for messages."""
         return f"engine {index} ({self.config.worker_type}) of model {self.model.name!r}"
 
     # Start
 
     def start(self) -> None:
-        """Start every engine, or those again that have ended; ``models.wait_until_serving`` waits for them."""
+        """Start every engine; called again, restart only those that ended.  ``models.wait_until_serving`` waits."""
         for index, reason in self.find_exited(EXITS_TIMEOUT_S, [EngineState.STARTING]).items():
-            logger.warning("%s starts again: %s", self.name_of(index), reason)
+            logger.warning("restarting %s: %s", self.name_of(index), reason)
             self._kill(index)
         if missing := [index for index in self.indices(EngineState.STARTING) if self.engines[index] is None]:
             refs, nodes = self._launch(missing, register=True), self.nodes_per_engine
             self.starting |= {index: refs[i * nodes : (i + 1) * nodes] for i, index in enumerate(missing)}
 
-    def raise_if_started_in_vain(self) -> None:
-        """Raise when the router has ended, or what is up of engines that start: a node of one that asks no server.
+    def raise_if_startup_failed(self) -> None:
+        """Raise if the router, or a node of a starting engine that was already up, has ended.
 
         Raises:
-            EngineDiedError: one has; with the end of its log.
+            EngineDiedError: one has ended; the message has the end of its log.
         """
         if self.router is not None and self.router.process is not None and (end := self.router.process.describe_end()):
             raise EngineDiedError(f"{end}\nThe router ended while the engines started.")
@@ -162,7 +162,7 @@ class EngineGroup:
         if self.args.offload_rollout and not self.needs_offload:
             overrides.setdefault("enable_memory_saver", False)
         if self.needs_offload and not self.takes_updates:
-            overrides.setdefault("enable_weights_cpu_backup", True)  # no push brings weights that it released back
+            overrides.setdefault("enable_weights_cpu_backup", True)  # no push restores the weights that it releases
         for rank in ranks:
             position = self.gpu_offset + rank * self.gpus_per_actor
             self.all_engines[rank] = start_engine_actor(
@@ -205,13 +205,13 @@ class EngineGroup:
     # Life
 
     def report(self, index: int, event: EngineEvent, reason: str = "") -> None:
-        """Tell the group what happened to an engine; it changes the state and acts as the table says.
+        """Report an event of an engine: sets the engine's next state and takes the table's action.
 
-        ``reason`` is for the log, and for the error that may end the run.
+        ``reason`` appears in the log and in the error that may end the run.
 
         Raises:
             RuntimeError: the event cannot happen in the engine's state.
-            ProcessError: the router does not take the engine in; it waits for the next push then.
+            ProcessError: the router does not accept the engine, which then waits for the next push.
         """
         with self._changed:
             before = self.states[index]
@@ -224,7 +224,7 @@ class EngineGroup:
             self._changed.notify_all()
         if step.state is not before:
             level = logging.ERROR if step.action is Action.EVICT else logging.WARNING if reason else logging.DEBUG
-            logger.log(level, "%s is %s now: %s", self.name_of(index), step.state.value, reason or event.value)
+            logger.log(level, "%s is now %s: %s", self.name_of(index), step.state.value, reason or event.value)
             if event not in (EngineEvent.PUSH_STARTED, EngineEvent.PUSH_DONE):
                 what = {"engine": self.name_of(index), "state": step.state.value}
                 telemetry.event("engine", **what, why=reason or event.value)
@@ -246,19 +246,19 @@ class EngineGroup:
             what = f"{self.name_of(index)} to be registered"
             wait_for(engine.register.remote(), what=what, timeout_s=90)
         except ProcessError:
-            self.report(index, EngineEvent.PUSH_STARTED, "the router did not take it in")
+            self.report(index, EngineEvent.PUSH_STARTED, "the router did not accept it")
             raise
         with self._changed:
             self.is_listed[index] = self.states[index] in SERVES  # it may have been evicted meanwhile
         logger.info("%s is back at %s", self.name_of(index), self.urls[index])
 
     def _evict(self, index: int, event: EngineEvent, reason: str) -> None:
-        """Free the engine's GPUs, for another engine (in the background) or for good."""
+        """Kill the engine and restart it in the background, drop it, or end the run."""
         self._num_restarts[index] += 1
         self.num_evictions += 1
         if event is EngineEvent.PUSH_REFUSED and self.args.weight_push_failure == "drop":
             self._kill(index)
-            self.report(index, EngineEvent.DROPPED, "the run goes on without it")
+            self.report(index, EngineEvent.DROPPED, "the run continues without it")
         elif not self.restarts:
             self.report(index, EngineEvent.GIVEN_UP, f"{self.name_of(index)}: {reason}")
         elif self._num_restarts[index] > MAX_RESTARTS:
@@ -278,17 +278,17 @@ class EngineGroup:
         last = ""
         register = not self.takes_updates
         for attempt in range(1, MAX_START_ATTEMPTS + 1):
-            logger.info("%s starts again (attempt %d of %d)", self.name_of(index), attempt, MAX_START_ATTEMPTS)
+            logger.info("restarting %s (attempt %d of %d)", self.name_of(index), attempt, MAX_START_ATTEMPTS)
             deadline_s = time.monotonic() + start_timeout_s(self.args.engine_start_timeout_s)
             try:
                 if register:
                     self.revive_router()
                 starting = self._launch([index], register=register)
-                what = f"{self.name_of(index)} to start again"
+                what = f"{self.name_of(index)} to restart"
                 wait_for(starting, what=what, timeout_s=max(deadline_s - time.monotonic(), MIN_WAIT_S))
-            except Exception as error:  # the edge of this thread: whatever it was, the slot must not stay half-made
+            except Exception as error:  # thread boundary: after any error the slot must be cleared
                 if self.states[index] is EngineState.RETIRED:
-                    return  # the job has ended meanwhile
+                    return  # the job ended meanwhile
                 logger.exception("%s did not start", self.name_of(index))
                 last = f"{type(error).__name__}: {error}"
                 self._kill(index)
@@ -296,46 +296,46 @@ class EngineGroup:
             self.is_listed[index] = register
             self.report(index, EngineEvent.STARTED)
             return
-        why = f"after it had ended ({reason}), {MAX_START_ATTEMPTS} new ones did not start: {last}"
+        why = f"after it ended ({reason}), {MAX_START_ATTEMPTS} replacements did not start: {last}"
         self.report(index, EngineEvent.GIVEN_UP, f"{self.name_of(index)} cannot be restarted: {why}")
 
     def _kill(self, index: int) -> None:
-        """Take the engine from the router's list and kill what is left of it."""
+        """Remove the engine from the router and kill what is left of it."""
         try:
             self.delist(index)
             kill_actors([actor for actor in self.actors_of(index) if actor is not None])
-        except Exception:  # the edge of a thread of restarts: the start of a new engine tells if the GPUs are free
+        except Exception:  # boundary of restart threads; if the GPUs are not free, the next start fails
             logger.exception("%s could not be killed", self.name_of(index))
         first = index * self.nodes_per_engine
         self.all_engines[first : first + self.nodes_per_engine] = [None] * self.nodes_per_engine
         self.urls[index] = None
 
     def delist(self, index: int) -> None:
-        """Take the engine from the router's list."""
+        """Remove the engine from the router."""
         url, self.is_listed[index] = self.urls[index], False
         if self.router is None or url is None:
             return
         try:
             unregister_worker(self.router.control, url)
         except ProcessError as error:
-            logger.warning("%s stays in the router's list: %s", self.name_of(index), error)
+            logger.warning("could not remove %s from the router: %s", self.name_of(index), error)
 
     def _shut_down(self, index: int) -> None:
         self.shutting_down += [actor.shutdown.remote() for actor in self.actors_of(index) if actor is not None]
 
     def find_exited(self, timeout_s: float, states: Sequence[EngineState] = LIVE) -> dict[int, str]:
-        """Return the engines in one of ``states`` with a dead process on any node, each with how it ended.
+        """Return index -> how it ended, for engines in one of ``states`` with a dead process on any node.
 
         Args:
-            timeout_s: an actor that says nothing for so long counts as busy, not dead; its death is reported by Ray.
+            timeout_s: an actor that does not answer within this time counts as busy, not dead; Ray reports deaths.
         """
         actors = {index: [a for a in self.actors_of(index) if a is not None] for index in self.indices(*states)}
         return exits_of(actors, timeout_s)
 
     def begin_rollout(self) -> None:
-        """Begin to count restarts, and see that the router lists no engine that is being evicted.
+        """Reset the restart counts, and remove engines that are being evicted from the router.
 
-        Its server may outlive its actor, and answer with the weights before, or from memory that is given away.
+        Their servers may outlive their actors, and answer with old weights or from memory already released.
         """
         self._num_restarts.clear()
         for index, state in enumerate(self.states):
@@ -343,11 +343,11 @@ class EngineGroup:
                 self.delist(index)
 
     def wait_settled(self, timeout_s: float | None = None) -> None:
-        """Wait until no engine is starting, by default as long as all attempts may take.
+        """Wait until no engine is starting, by default for as long as all restart attempts may take.
 
         Raises:
-            DeadlineError: one still is after ``timeout_s`` seconds.
-            EngineDiedError: one cannot be restarted.
+            DeadlineError: an engine is still starting after ``timeout_s`` seconds.
+            EngineDiedError: an engine cannot be restarted.
         """
         timeout_s = restart_timeout_s(self.args.engine_start_timeout_s) if timeout_s is None else timeout_s
         with self._changed:
@@ -364,12 +364,12 @@ class EngineGroup:
 
 
 def raise_if_given_up(groups: Iterable[EngineGroup]) -> None:
-    """Raise when one of ``groups`` has lost an engine that the run needs.
+    """Raise if one of ``groups`` has lost an engine that the run needs.
 
     Raises:
-        EngineDiedError: so it is.
+        EngineDiedError: a group has given up; the message has its reason and advice.
     """
     for group in groups:
         if group.given_up is not None:
             advice = END_ADVICE[group.args.use_fault_tolerance]
-            raise EngineDiedError(f"{group.given_up}. The run cannot go on; {advice}.")
+            raise EngineDiedError(f"{group.given_up}. The run cannot continue; {advice}.")

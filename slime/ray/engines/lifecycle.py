@@ -1,7 +1,7 @@
-"""The life of an engine as one table: state x event -> next state and action.
+"""The lifecycle of an engine as one table: state x event -> next state and action.
 
-Whoever learns something of an engine (health monitor, driver, sender of weights, the engine's own start) reports an
-event; ``EngineGroup.report`` looks the cell up, sets the state and takes the action.  Nobody else sets a state.
+Health monitors, the driver, weight senders and engine starts report events.  ``EngineGroup.report`` looks up the cell,
+sets the state and takes the action.  Nothing else sets a state.
 ``scripts/make_docs.py`` prints the table into docs/engines.md.
 """
 
@@ -15,19 +15,19 @@ class EngineState(enum.Enum):
     """The states of an engine."""
 
     STARTING = "starting"
-    """Its first start, with the job; the router learns of it as soon as it serves."""
+    """It is in its first start, with the job; it registers with the router as soon as it serves."""
     SERVING = "serving"
-    """It is in the router's list and gets requests."""
+    """It is registered with the router and gets requests."""
     UPDATING = "updating"
-    """It takes weights, waits for the present ones, or has lent its memory; it answers no probe, rightly."""
+    """It takes or awaits the current weights, or has released its memory; it need not answer probes."""
     SUSPECT = "suspect"
-    """It failed a probe and may only be slow; it keeps its requests."""
+    """It failed a probe but may only be slow; it keeps its requests."""
     EVICTED = "evicted"
-    """It is being taken from the router's list and killed."""
+    """It is being removed from the router and killed."""
     RESTARTING = "restarting"
-    """Another is being started on its GPUs."""
+    """A replacement is starting on its GPUs."""
     RETIRED = "retired"
-    """There is no engine here any more, and none comes."""
+    """It is gone and will not be replaced."""
 
 
 class EngineEvent(enum.Enum):
@@ -38,19 +38,19 @@ class EngineEvent(enum.Enum):
     HEALTHY = "healthy"
     """It answered a probe."""
     FAILED_PROBE = "failed_probe"
-    """It did not answer a probe and has time left to do so."""
+    """It did not answer a probe but still has time to."""
     FAILED = "failed"
-    """It gave no sign of life for as long as it may, answered nonsense, or failed a call about its memory."""
+    """It showed no sign of life within its time limit, gave a wrong answer, or failed to release or resume memory."""
     DIED = "died"
     """One of its processes has ended."""
     PUSH_STARTED = "push_started"
-    """New weights are on their way to it."""
+    """A push to it has begun, or it must wait for the next push."""
     PUSH_DONE = "push_done"
-    """It holds the present weights."""
+    """It holds the current weights."""
     PUSH_REFUSED = "push_refused"
     """A push excluded it."""
     SLOT_FREE = "slot_free"
-    """Its processes are gone, and its GPUs get another engine."""
+    """Its processes are gone, and a replacement may start on its GPUs."""
     DROPPED = "dropped"
     """Its processes are gone, and the run continues without it (``--weight-push-failure drop``)."""
     GIVEN_UP = "given_up"
@@ -64,17 +64,17 @@ class Action(enum.Enum):
 
     NOTHING = ""
     REGISTER = "register"
-    """Put it in the router's list, unless it is there."""
+    """Register it with the router unless it is registered."""
     AWAIT_WEIGHTS = "await weights"
-    """Wait for the next push; where the model takes none, as if push_done had been reported too."""
+    """Wait for the next push.  If the model takes no pushes, act as if push_done had also been reported."""
     EVICT = "evict"
-    """Take it from the router's list and kill it, then report slot_free, dropped or given_up."""
+    """Remove it from the router and kill it, then report slot_free, dropped or given_up."""
     RESTART = "restart"
-    """Start another on its GPUs, then report started or given_up."""
+    """Start a replacement on its GPUs, then report started or given_up."""
     END_RUN = "end the run"
-    """Keep the reason; the manager's next look at the engines raises it."""
+    """Store the reason; the manager raises it at its next check of the engines."""
     SHUT_DOWN = "shut down"
-    """End its processes in an orderly way."""
+    """Shut its processes down cleanly."""
 
 
 class Step(NamedTuple):
@@ -88,7 +88,7 @@ _S, _E, _A = EngineState, EngineEvent, Action
 _EVICT = Step(_S.EVICTED, _A.EVICT)
 _SHUT_DOWN = Step(_S.RETIRED, _A.SHUT_DOWN)
 _LATE_REPORTS = (_E.HEALTHY, _E.FAILED_PROBE, _E.FAILED, _E.DIED, _E.PUSH_STARTED, _E.PUSH_DONE, _E.PUSH_REFUSED)
-"""Reports of monitors and senders that an eviction may overtake: they change nothing then."""
+"""Reports that may arrive after an eviction; they then change nothing."""
 
 
 def _ignored(state: EngineState, *more: EngineEvent) -> dict[EngineEvent, Step]:
@@ -103,7 +103,7 @@ _UP: dict[EngineEvent, Step] = {
     _E.PUSH_REFUSED: _EVICT,
     _E.STOP: _SHUT_DOWN,
 }
-"""Transitions that all states of an engine with a running server share."""
+"""Transitions shared by all states with a running server."""
 
 TABLE: dict[EngineState, dict[EngineEvent, Step]] = {
     _S.STARTING: {_E.STARTED: Step(_S.SERVING), _E.STOP: _SHUT_DOWN},
@@ -128,21 +128,21 @@ TABLE: dict[EngineState, dict[EngineEvent, Step]] = {
         _E.GIVEN_UP: Step(_S.RETIRED, _A.END_RUN),
         _E.STOP: _SHUT_DOWN,
     },
-    # A restart that was under way when the job ended reports here.
+    # A restart in progress when the job ended still reports.
     _S.RETIRED: _ignored(_S.RETIRED, _E.SLOT_FREE, _E.DROPPED, _E.GIVEN_UP, _E.STOP) | {_E.STARTED: _SHUT_DOWN},
 }
-"""A cell that is missing cannot happen; reporting its event is an error of slime's."""
+"""A missing cell cannot happen; reporting its event is a bug in slime."""
 
 SERVES = (EngineState.SERVING, EngineState.SUSPECT)
-"""States of an engine that gets requests."""
+"""States in which an engine gets requests."""
 LIVE = (*SERVES, EngineState.UPDATING)
-"""States of an engine whose server is up."""
+"""States in which an engine's server is up."""
 UNSETTLED = (EngineState.STARTING, EngineState.EVICTED, EngineState.RESTARTING)
-"""States that an engine leaves by itself."""
+"""States that an engine leaves without a further push or request."""
 
 
 def next_step(state: EngineState, event: EngineEvent, engine: str) -> Step:
-    """Return the cell of ``state`` and ``event``; ``engine`` is its name, for the error.
+    """Return the cell for ``state`` and ``event``; ``engine`` is the engine's name, for the error.
 
     Raises:
         RuntimeError: the event cannot happen in this state.
@@ -151,13 +151,13 @@ def next_step(state: EngineState, event: EngineEvent, engine: str) -> Step:
     if step is None:
         raise RuntimeError(
             f"{engine} is {state.value}, where {event.value} cannot happen; possible are "
-            f"{', '.join(possible.value for possible in TABLE[state])}. This is a bug of slime: please report it."
+            f"{', '.join(possible.value for possible in TABLE[state])}. This is a bug in slime: please report it."
         )
     return step
 
 
 def table_as_markdown() -> str:
-    """Return the table as docs/engines.md prints it: one row for each event, one column for each state."""
+    """Return the table for docs/engines.md: one row per event, one column per state."""
     lines = [
         "| event | " + " | ".join(state.value for state in EngineState) + " |",
         "|---|" + "---|" * len(EngineState),

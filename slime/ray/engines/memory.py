@@ -1,7 +1,7 @@
-"""Memory of the engines that share GPUs with a trainer: they release it, and take it back.
+"""Releases and resumes the memory of engines that share GPUs with a trainer.
 
-With fault tolerance an engine that fails in it is replaced, and so is one in its place that fails: the trainer gets
-the GPU once nothing else has memory on it.
+With fault tolerance, an engine that fails to is replaced, and so is a replacement that fails.  The trainer gets the
+GPU once no engine holds memory on it.
 """
 
 from __future__ import annotations
@@ -19,50 +19,50 @@ from slime.ray.waiting import wait_for
 from slime.utils.errors import ProcessError
 
 Place = tuple[EngineGroup, int]
-"""An engine as its group and its index there."""
+"""An engine, as its group and its index in the group."""
 
 
 class SharedMemory:
-    """The memory of the engines on the trainers' GPUs; an engine that fails raises without fault tolerance.
+    """The memory of the engines on the trainers' GPUs.  Without fault tolerance, an engine's failure is raised.
 
     Args:
-        groups: of all models; those that share no GPU with a trainer are left alone.
-        restart_s: the time that all attempts to restart an engine may take.
-        answer_s: the time that an engine has for its answer.
+        groups: groups of all models; those that share no GPU with a trainer are ignored.
+        restart_s: seconds that all attempts to restart an engine may take.
+        answer_s: seconds that an engine has to answer.
         is_tolerant: ``--use-fault-tolerance``.
     """
 
     def __init__(self, groups: Sequence[EngineGroup], *, restart_s: float, answer_s: float, is_tolerant: bool) -> None:
         self._restart_s, self._answer_s, self._is_tolerant = restart_s, answer_s, is_tolerant
         self.groups = [group for group in groups if group.needs_offload]
-        """Those that share GPUs with a trainer."""
+        """The groups that share GPUs with a trainer."""
         self._released: list[Any] = []
-        """The engines told to release their memory since the last :meth:`release`, or since all got all of it back."""
+        """Engines asked to release memory since the last :meth:`release` or since the last full :meth:`take_back`."""
 
     def release(self) -> None:
-        """Have every engine release its memory."""
+        """Make every engine release its memory."""
         self._released = []
         self._release(*LIVE)
 
     def release_started(self) -> None:
-        """Have the engines that started after :meth:`release` release their memory too, except for the weights."""
+        """Make engines that started after :meth:`release` release all memory except the weights."""
         self._release(EngineState.UPDATING, but=["weights"])
 
     def release_others(self, prepare: Callable[[Sequence[Place]], Sequence[Place]]) -> None:
-        """Have the engines release their memory that did not since :meth:`release`.
+        """Make the engines that have not done so since :meth:`release` release their memory.
 
         Args:
-            prepare: gets them before, and gives those that are still up.
+            prepare: called with these engines first; returns the ones that are still up.
         """
         self._release(*LIVE, prepare=prepare)
 
     def take_back(self, tags: Sequence[str] | None) -> None:
-        """Have every engine take the memory of ``tags`` (None: all of it) back.
+        """Make every engine resume the memory with ``tags`` (None: all of it).
 
-        Those that wait for no weights, and were taken from their router, get requests again.
+        Engines that were removed from their router and wait for no weights get requests again.
         """
         if tags is None or "kv_cache" in tags:
-            self._released = []  # the KV cache comes last
+            self._released = []  # the KV cache is resumed last
         done = self.ask("resume_memory_occupation", self._places(*LIVE), tags=tags)
         if tags is None or "kv_cache" in tags:
             for group, index in done:
@@ -70,7 +70,7 @@ class SharedMemory:
                     try:
                         group.report(index, EngineEvent.PUSH_DONE)
                     except ProcessError as error:
-                        group.report(index, EngineEvent.FAILED, f"its router did not take it in again: {error}")
+                        group.report(index, EngineEvent.FAILED, f"its router did not accept it again: {error}")
 
     def _release(
         self,
@@ -94,15 +94,15 @@ class SharedMemory:
         return [(group, index) for group in self.groups for index in group.indices(*states)]
 
     def ask(self, method: str, places: Sequence[Place], **keywords: Any) -> list[Place]:
-        """Call a method of engines at once, and return those that did it; with fault tolerance report the others."""
+        """Call a method on all engines in parallel; return those that succeed.  Reports or raises failures."""
         asked = [
             (group, index, getattr(engine, method).remote(**keywords))
             for group, index in places
-            if (engine := group.engines[index]) is not None  # else it was evicted meanwhile, and killed
+            if (engine := group.engines[index]) is not None  # None: it was evicted and killed meanwhile
         ]
         deadline_s, done = time.monotonic() + self._answer_s, []
         for group, index, ref in asked:
-            # The answers of the others still count when one took all the time.
+            # If one engine uses up the time, the answers of the others still count.
             timeout_s = max(deadline_s - time.monotonic(), MIN_WAIT_S)
             try:
                 wait_for(ref, what=f"{method} of {group.name_of(index)}", timeout_s=timeout_s)

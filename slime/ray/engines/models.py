@@ -1,6 +1,6 @@
-"""The models of a run, each with its router and its groups of engines: how they start.
+"""Starts the models of a run, each with its router and its groups of engines.
 
-The layout comes from ``--sglang-config`` or ``--prefill-num-servers``, or is one group of regular engines.
+The layout comes from ``--sglang-config`` or ``--prefill-num-servers``; by default it is one group of regular engines.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class RolloutServer:
     router: RouterHandle | None
     groups: list[EngineGroup]
     start_router_at: Callable[[str, int], RouterHandle] | None = None
-    """Starts the router, at a host and a port; None for one that the user runs."""
+    """Starts the router at a host and port; None if the user runs the router."""
 
     def __post_init__(self) -> None:
         self._reviving = threading.Lock()
 
     @property
     def has_live_engine(self) -> bool:
-        """True when the server of some engine of the model is up."""
+        """True if at least one engine's server is up."""
         return any(group.indices(*LIVE) for group in self.groups)
 
     def listens_at(self) -> list[str]:
-        """Return the addresses of the model's servers, each with what it is."""
+        """Return one line per server of the model: its name and address."""
         lines = []
         if self.router is not None:
             lines.append(f"router {self.config.name} {self.router.url}, its metrics {self.router.metrics_url}")
@@ -76,31 +76,31 @@ class RolloutServer:
 
     @property
     def has_own_router(self) -> bool:
-        """True when slime started the router, and may start it again."""
+        """True if slime started the router and so may restart it."""
         return self.router is not None and self.router.process is not None
 
     def router_problem(self, timeout_s: float | None) -> str | None:
-        """Return what keeps the router from its work, as a sentence; see ``RouterHandle.problem``."""
+        """Describe what keeps the router from working, or return None; see ``RouterHandle.problem``."""
         if self.router is None or (problem := self.router.problem(timeout_s)) is None:
             return None
         return f"the router {self.router.url} of model {self.config.name!r} {problem}"
 
     def revive_router(self, timeout_s: float | None) -> None:
-        """Start the router again where something keeps it from its work; one that the user runs is left alone.
+        """Restart the router if it does not work; a router that the user runs is left alone.
 
         Raises:
-            ProcessError: as :meth:`restart_router`.
+            ProcessError: see :meth:`restart_router`.
         """
         with self._reviving:
             if self.has_own_router and (problem := self.router_problem(timeout_s)):
-                logger.error("%s: it is started again", problem)
+                logger.error("%s: restarting it", problem)
                 self.restart_router()
 
     def restart_router(self) -> None:
-        """Start the router again at its old address (URLs that were handed out stay valid), with its engines.
+        """Restart the router at its old address, so that known URLs stay valid, and register its engines.
 
         Raises:
-            ProcessError: ``MAX_START_ATTEMPTS`` times it did not start, or did not list an engine.
+            ProcessError: it did not start, or did not accept an engine, in ``MAX_START_ATTEMPTS`` attempts.
         """
         assert self.router is not None and self.start_router_at is not None
         host, port = self.router.host.strip("[]"), self.router.port
@@ -135,16 +135,16 @@ class RolloutServer:
 
 
 def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> list[RolloutServer]:
-    """Start routers and engines; the caller may do other work until it waits for them."""
+    """Start routers and engines without waiting for them (except encoders); see :func:`wait_until_serving`."""
     cursors = PortCursors()
     servers: list[RolloutServer] = []
     gpu_offset = rank_offset = 0
     layout, secret = resolve_sglang_config(args), job_secret(args)
-    num_shared = 0  # the first of their GPUs, which the trainer uses too
+    num_shared = 0  # how many of the first engine GPUs the trainer uses too
     if args.offload_rollout:
         num_shared = args.actor_num_nodes * args.actor_num_gpus_per_node - plan_gpus(args).rollout_offset
     if args.sglang_config is not None:
-        # Requests go to the first model: GPUs of others, and those left empty, do not add to what it takes at a time.
+        # Requests go to the first model, so other models' GPUs and unused GPUs do not add to its concurrency.
         record_runtime(args, rollout_num_engines=layout.models[0].num_engines)
     for index, model in enumerate(layout.models):
         server = server_of(args, model, is_first=index == 0)
@@ -180,7 +180,7 @@ def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> list[RolloutServer
 
 
 def _start_groups(groups: list[EngineGroup], timeout_s: float) -> None:
-    """Start the groups of a model; encoders first, because the others need their addresses."""
+    """Start a model's groups; encoders first, because the others need their addresses."""
     encoders = [group for group in groups if group.config.worker_type == "encoder"]
     if encoders:
         for group in encoders:
@@ -196,25 +196,25 @@ def _start_groups(groups: list[EngineGroup], timeout_s: float) -> None:
 
 
 def wait_until_serving(groups: Sequence[EngineGroup], timeout_s: float) -> None:
-    """Wait until every engine that is starting serves, and report so to its group.
+    """Wait until every starting engine serves, and report that to its group.
 
-    An engine one of whose ports another process took starts again at others.  The engines keep their own deadline;
+    An engine whose port was taken by another process restarts with other ports.  Engines enforce their own deadline;
     ``timeout_s`` only catches an actor that never ran.
 
     Raises:
-        ProcessError: an engine or a router ended, or an engine did not answer within ``--engine-start-timeout-s``, or
-            ports were taken in ``MAX_START_ATTEMPTS`` starts.
+        ProcessError: an engine or a router ended, an engine did not answer within ``--engine-start-timeout-s``, or
+            ports were taken in all ``MAX_START_ATTEMPTS`` attempts.
     """
 
-    def look_at_the_others() -> None:
+    def check_others() -> None:
         for group in groups:
-            group.raise_if_started_in_vain()
+            group.raise_if_startup_failed()
 
     for attempt in range(1, MAX_START_ATTEMPTS + 1):
         starting = [ref for group in groups for refs in group.starting.values() for ref in refs]
         try:
             what = "the SGLang engines to start"
-            wait_for(starting, what=what, timeout_s=timeout_s, meanwhile=look_at_the_others)
+            wait_for(starting, what=what, timeout_s=timeout_s, meanwhile=check_others)
             break
         except PortTakenError:
             if attempt == MAX_START_ATTEMPTS:
@@ -229,7 +229,7 @@ def wait_until_serving(groups: Sequence[EngineGroup], timeout_s: float) -> None:
 
 
 def _dtype_of(group: ServerGroupConfig, model_path: str, of_trainer: str | None) -> str:
-    """Return the dtype in which a group of our own engines computes."""
+    """Return the dtype in which a group of slime's own engines computes; empty if unknown."""
     if (asked := group.overrides.get("dtype")) is not None:
         return served_dtype(str(asked), model_path, of_fp32=dtype_of_fp32)
     return own_dtype(group.of_flags.get("dtype"), of_trainer) or ""
@@ -256,16 +256,16 @@ def _start_own_router(start_at: Callable[[str, int], RouterHandle], wanted_port:
             attempts_left -= 1
             if wanted_port and not is_port_available(wanted_port):
                 raise ConfigError(
-                    f"--sglang-router-port is {wanted_port}, which another process on this node has; choose another, "
-                    "or leave the flag out."
+                    f"--sglang-router-port is {wanted_port}, which another process on this node uses; choose another, "
+                    "or omit the flag."
                 ) from error
             if not attempts_left:
                 raise
-            logger.warning("the router is started again at other ports: %s", error)
+            logger.warning("restarting the router on other ports: %s", error)
 
 
 def server_of(args: Namespace, model: ModelConfig, *, is_first: bool) -> RolloutServer:
-    """Start or adopt the router of ``model``; the first model's address becomes ``args.sglang_router_ip/port``.
+    """Start or adopt the router of ``model``; the first model's address is set in ``args.sglang_router_ip/port``.
 
     Every model's address is recorded in ``args.sglang_model_routers`` under the model's name.
     """

@@ -1,17 +1,18 @@
-"""A thread per group of engines that finds those of no use and reports them; the group acts (see ``lifecycle``).
+"""Health monitors: one thread per engine group finds failed engines and reports them to the group (``lifecycle``).
 
-With ``--use-fault-tolerance`` there are three ways to be of no use, each seen in its way:
+With ``--use-fault-tolerance``, an engine can fail in three ways, each detected differently:
 
-* the process has ended: seen within ``EXIT_POLL_S``, whatever the check interval;
-* it hangs: ``/health_generate`` gives nothing within ``--rollout-health-check-timeout``.  SGLang counts any token of
-  any request as a sign of life, so that a full queue is not a hang;
-* it answers nonsense: a request for one token is answered with something else.
+* its process ended: detected within ``EXIT_POLL_S``, whatever the check interval;
+* it hangs: ``/health_generate`` does not answer within ``--rollout-health-check-timeout``.  SGLang counts any token of
+  any request as a sign of life, so a full queue is not a hang;
+* it answers wrongly: a request for one token returns something else.
 
-So an engine that is of no use is found within interval + timeout.  Monitoring pauses while engines take weights or
-have given their memory away: then they answer nothing, rightly.
+So a failed engine is found within interval + timeout.  Monitoring pauses while engines take weights or have released
+their memory, because then they need not answer.
 
-Without it nothing is restarted, an engine that has ended is found by whoever waits for the rollout, and the only
-question is whether one hangs: an engine that shows no sign of life for ``--rollout-stall-timeout-s`` ends the run.
+Without fault tolerance, nothing is restarted.  Ended engines are found by the wait for the rollout
+(``EngineFleet.check``), so the monitor only looks for hangs: an engine without a sign of life for
+``--rollout-stall-timeout-s`` ends the run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_POLL_S = 2.0
 ACTOR_MARGIN_S = 10.0
-"""Time for an engine's actor beyond the deadline of the check, to report that it has passed."""
+"""Extra seconds for an engine's actor to report that a check's deadline passed."""
 
 
 class HealthMonitor:
@@ -50,22 +51,22 @@ class HealthMonitor:
         self._thread.start()
 
     def resume(self) -> None:
-        """Check again; the first full check comes after the grace period."""
+        """Resume checking; after a pause, the first probe comes after ``first_wait_s`` seconds."""
         if not self._running.is_set():
             self._next_check_s = time.monotonic() + self._first_wait_s
         self._running.set()
 
     def pause(self) -> None:
-        """Check no more until :meth:`resume`; the verdict of a check that is under way does not count.
+        """Stop checking until :meth:`resume` and discard the result of a check in progress.
 
-        What is asked of an engine from now on reaches it after every probe.
+        No probe is sent after this returns, so later calls reach an engine after all probes.
         """
         with self._sending:
             self._num_pauses += 1
             self._running.clear()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._stopped.set()
         self._running.set()
 
@@ -74,8 +75,8 @@ class HealthMonitor:
             self._running.wait()  # no deadline: a paused monitor waits for resume() or stop(), which both set it
             try:
                 self._check()
-            except Exception:  # the edge of the thread: a monitor that ends in silence protects nobody
-                logger.exception("a health check raised an error; the next one is in %.0f s", self._interval_s)
+            except Exception:  # thread boundary: a monitor must not die silently
+                logger.exception("a health check raised an error; the next check is in %.0f s", self._interval_s)
             self._stopped.wait(min(EXIT_POLL_S, self._interval_s))
 
     def _check(self) -> None:
@@ -90,11 +91,12 @@ class HealthMonitor:
         return self._group.find_exited(timeout_s=EXIT_POLL_S)
 
     def _probe_all(self, pauses: int) -> None:
-        """Probe every serving engine at once, so that a slow one does not delay the verdict on the others.
+        """Probe all serving engines in parallel, so that a slow one does not delay the verdict on the others.
 
-        A new engine that waits for its weights, or takes them, answers nothing, rightly: the push has deadlines of its
-        own, and its death is noticed without asking.  One that is being registered answers after that, however slow
-        the router is.  A probe that reached one after the order to give its memory away would kill it.
+        Engines that take or await weights are skipped: they need not answer, the push has its own deadlines, and
+        deaths are detected without a probe.  Engines that are being registered are skipped too, because they answer
+        only afterwards, however slow the router is.  A probe that arrives after a request to release memory would
+        kill the engine.
         """
         with self._sending:
             asked = {
@@ -115,16 +117,16 @@ class HealthMonitor:
                 self._judge(index, None, pauses)
 
     def _probe(self, engine: Any) -> Any:
-        """Return the reference of a check, which fails when the engine is of no use."""
+        """Start a check; the returned reference fails if the engine has failed."""
         return engine.check_health.remote(timeout_s=self._timeout_s)
 
     def _judge(self, index: int, problem: str | None, pauses: int) -> None:
-        """Report the outcome of a probe; one that failed had all the time that it may have."""
+        """Report a probe's outcome.  A failed probe had its full timeout."""
         event = EngineEvent.HEALTHY if problem is None else EngineEvent.FAILED
         self._report(index, event, problem or "", pauses)
 
     def _report(self, index: int, event: EngineEvent, reason: str, pauses: int) -> None:
-        """Report a verdict, unless there was a pause since it was asked for: a paused engine need not answer."""
+        """Report a verdict unless monitoring paused since the check began: during a pause engines need not answer."""
         if self._is_valid(pauses):
             self._group.report(index, event, reason)
 
@@ -142,7 +144,7 @@ class StallMonitor(HealthMonitor):
         super().__init__(group, interval_s=interval_s, timeout_s=timeout_s, first_wait_s=interval_s)
 
     def resume(self) -> None:
-        """Check again; what was before does not count."""
+        """Resume checking; silence before the pause does not count."""
         self._alive_s.clear()
         super().resume()
 

@@ -1,4 +1,4 @@
-"""An engine behind the handles of its actors, as the rollout manager describes it to the trainers."""
+"""An engine represented by its actor handles, as the rollout manager describes it to the trainers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from slime.weights.push.engine import EngineProxy
 
 @dataclass(frozen=True)
 class RayPending:
-    """The answers of one engine's nodes, which are on their way."""
+    """The pending answers of one engine's nodes."""
 
     refs: list[ray.ObjectRef]
     what: str
 
     def wait(self, timeout_s: float) -> Any:
-        """Return the first node's answer, once all have answered.
+        """Wait for all nodes and return the first node's answer.
 
         Raises:
             ProcessError: the engine died, refused, or did not answer within ``timeout_s`` seconds.
@@ -30,23 +30,23 @@ class RayPending:
 
 @dataclass(kw_only=True, eq=False)
 class RayEngine(EngineProxy):
-    """One engine, asked through the actors of its nodes."""
+    """One engine, called through the actors on its nodes."""
 
     node_handles: Sequence[Any]
-    """Its actors, one a node; the first serves HTTP."""
+    """Its actors, one per node; the first serves HTTP."""
 
     @property
     def handle(self) -> Any:
-        """The actor of its first node."""
+        """The actor on its first node."""
         return self.node_handles[0]
 
     def start(self, method: str, /, *arguments: Any, **keywords: Any) -> RayPending:
-        """Call the method on the actor of the first node."""
+        """Call a method of the first node's actor."""
         ref = getattr(self.handle, method).remote(*arguments, **keywords)
         return RayPending([ref], f"{method} of engine {self.index}")
 
     def run(self, function: Callable[..., Any], /, *arguments: Any, on_all_nodes: bool = False) -> RayPending:
-        """Call the function in the actor of the first node, or in those of all nodes."""
+        """Call the function in the first node's actor, or in the actors of all nodes."""
         handles = self.node_handles if on_all_nodes else [self.handle]
         refs = [handle.run.remote(function, *arguments) for handle in handles]
         return RayPending(refs, f"{function.__name__} of engine {self.index}")
@@ -58,7 +58,8 @@ class UpdatableEngines:
 
     engines: list[RayEngine]
     num_new: int
-    """Engines started since the trainers last connected; above zero they must connect again."""
+    """Number of engines that the trainers are not connected to; if above zero, they must reconnect.  At least 1 if
+    the engines changed in any way."""
 
     @property
     def handles(self) -> list[Any]:

@@ -1,6 +1,7 @@
-"""The verbs of the rollout manager that concern its engines alone.
+"""The rollout manager's methods that concern only its engines.
 
-The driver reads them to make the manager's handle; what they call is imported in the manager's process.
+The driver imports this module to create the manager's handle; the engine code is imported only in the manager's
+process.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ if TYPE_CHECKING:
 EngineChoice = Literal["updatable", "without_weights", "evaluation"]
 
 CONTROL_GROUP = "control"
-"""Concurrency group of the short calls that must not queue behind a running ``generate``."""
+"""Concurrency group for short calls that must not queue behind a running ``generate``."""
 HANDLES_TIMEOUT_S = 120.0
-"""For the description of engines to arrive through the object store."""
+"""Seconds for a list of engines to arrive through the object store."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineList:
-    """Engines that take weights, as the driver passes them from the manager to the trainers.
+    """A list of engines that the driver passes from the manager to the trainers without unpacking it.
 
-    A process that unpacks the handle of an actor imports the actor's class; the driver has no use for an engine's.
+    Unpacking an actor handle imports the actor's class, which the driver does not need.
     """
 
     num: int
     num_new: int
-    """As ``UpdatableEngines`` says."""
+    """See ``UpdatableEngines.num_new``."""
     boxed: Box
-    """A reference to the list of them."""
+    """A reference to the ``list[RayEngine]``."""
 
     @classmethod
     def of(cls, described: UpdatableEngines) -> EngineList:
@@ -55,7 +56,7 @@ class EngineList:
 
 
 class EngineVerbs(Watched):
-    """Base of the manager; :class:`EngineFleet` says more of each."""
+    """Base class of the manager; see :class:`EngineFleet` for details of each method."""
 
     args: Namespace
     engines: EngineFleet
@@ -67,13 +68,13 @@ class EngineVerbs(Watched):
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def run(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
-        """Call ``function(engines, *arguments)``, of an extension that asks or does something else."""
+        """Return ``function(engines, *arguments)``, for what extensions do with the :class:`EngineFleet`."""
         return function(self.engines, *arguments)
 
     # Weights
 
     def check_weights(self, action: str) -> list[Any]:
-        """Ask the weight checker of every engine to snapshot, reset_tensors or compare."""
+        """Call every engine's weight checker with ``action``: snapshot, reset_tensors or compare."""
         return self.engines.check_weights(action)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
@@ -81,8 +82,8 @@ class EngineVerbs(Watched):
         """Describe live engines.
 
         Args:
-            which: those of the first model that takes pushes, those of them that wait for weights since a restart,
-                or those that evaluate in the background.
+            which: ``updatable``, the engines of the first model that takes pushes; ``without_weights``, those of them
+                that restarted and wait for weights; ``evaluation``, those that evaluate in the background.
         """
         weights = self.engines.weights
         if which == "without_weights":
@@ -100,40 +101,40 @@ class EngineVerbs(Watched):
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def clear_updatable_num_new_engines(self) -> None:
-        """Note that the trainers have connected to the engines that were described last."""
+        """Record that the trainers have connected to the engines described last."""
         self.engines.weights.connected()
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def push_started(self) -> EngineList:
-        """Note that a push begins; describe the engines that take it."""
+        """Record that a push begins; return the engines that take it."""
         return EngineList.of(self.engines.weights.push_started())
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def push_done(self, excluded: Sequence[ExcludedEngine] = ()) -> None:
-        """Note that the engines that were described last hold the present weights, except ``excluded``."""
+        """Record that the engines described last, except ``excluded``, hold the current weights."""
         self.engines.weights.push_done(excluded)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def push_refused(self, excluded: Sequence[ExcludedEngine]) -> None:
-        """Do with the engines that a push has excluded as ``--weight-push-failure`` says."""
+        """Handle the engines that a push excluded as ``--weight-push-failure`` says."""
         self.engines.weights.push_refused(excluded)
 
     # Memory
 
     def offload(self) -> None:
-        """Have the engines release their memory."""
+        """Make the engines on the trainers' GPUs release their memory."""
         self.engines.offload()
 
     def onload(self, tags: list[str] | None = None) -> None:
-        """Have the engines take their memory back."""
+        """Make these engines resume the memory with ``tags``; None means all."""
         self.engines.memory.take_back(tags)
 
     def onload_weights(self) -> None:
-        """Make room for the weights, which a push then fills."""
+        """Allocate memory for the weights, which a push then fills."""
         self.engines.memory.take_back(["weights"])
 
     def onload_kv(self) -> None:
-        """Make room for the KV cache and the CUDA graphs: after this an engine can generate."""
+        """Allocate memory for the KV cache and CUDA graphs; afterwards engines can generate."""
         self.engines.memory.take_back(["kv_cache", "cuda_graph"])
 
     # Faults
@@ -143,13 +144,13 @@ class EngineVerbs(Watched):
         return self.engines.find_dead_engines(patience_s)
 
     def recover_updatable_engines(self) -> None:
-        """Wait for the engines that the coming push must meet."""
+        """Report dead engines and wait for those that the next push needs."""
         self.engines.recover()
 
     def health_monitoring_pause(self) -> None:
-        """Have the monitors ask no engine."""
+        """Pause the health monitors."""
         self.engines.pause_monitors()
 
     def health_monitoring_resume(self) -> None:
-        """Have the monitors watch."""
+        """Resume the health monitors."""
         self.engines.resume_monitors()

@@ -1,4 +1,4 @@
-"""The engines that take weights: which they are, and the reports of pushes."""
+"""Which engines take weights, and how pushes to them are reported."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def _groups_with_weights(model: RolloutServer | None) -> list[EngineGroup]:
-    """Return the groups of a model whose engines hold the language model's weights: all but encoders."""
+    """Return the model's groups whose engines hold language-model weights: all but encoders."""
     return [group for group in model.groups if group.config.worker_type != "encoder"] if model else []
 
 
 class WeightTargets:
-    """The engines that trainers push to, those of the first model that takes updates, and those that evaluate.
+    """The engines that trainers push to: those of the first model that takes updates, and those for evaluation.
 
-    Invariant: ``_connected`` are the engines to which the trainers are connected, in their order; as long as the
-    described engines are others, ``UpdatableEngines.num_new`` has the trainers connect again.
+    Invariant: ``_connected`` lists the engines that the trainers are connected to, in order.  While the described
+    engines differ from it, ``UpdatableEngines.num_new`` is positive and makes the trainers reconnect.
     """
 
     def __init__(self, args: Namespace, servers: Sequence[RolloutServer]) -> None:
@@ -39,18 +39,18 @@ class WeightTargets:
         self._evaluating = _groups_with_weights(evaluating)
         self._connected: list[Any] = []
         self._described: list[Any] = []
-        """The engines that were described last."""
+        """The engines described last."""
 
     def for_evaluation(self) -> UpdatableEngines:
-        """Describe the engines that evaluate in the background; the trainers connect to them each time."""
+        """Describe the engines for background evaluation; the trainers connect to them each time."""
         return self._describe(self._evaluating, *LIVE)
 
     def updatable(self) -> UpdatableEngines:
-        """Describe the live engines of the model."""
+        """Describe the live engines of the model that takes updates."""
         return self._describe(self._groups, *LIVE)
 
     def without_weights(self) -> UpdatableEngines:
-        """Describe the restarted engines that wait for the present weights before they get requests.
+        """Describe the restarted engines that wait for the current weights before they get requests.
 
         Raises:
             EngineDiedError: the run needs an engine that cannot be restarted.
@@ -65,7 +65,7 @@ class WeightTargets:
         num_trainer_gpus = self._args.actor_num_nodes * self._args.actor_num_gpus_per_node
         engines: list[RayEngine] = []
         for group, index in [(g, i) for g in groups for i in g.indices(*states)]:
-            actors = group.actors_of(index)  # read once: an engine may be killed meanwhile
+            actors = group.actors_of(index)  # read only once, because an engine may be killed meanwhile
             if actors[0] is None:
                 continue
             first_gpu = offset + group.gpu_offset + index * group.num_gpus_per_engine
@@ -81,18 +81,18 @@ class WeightTargets:
             engines.append(engine)
         self._described = [engine.handle for engine in engines]
         num_new = len([handle for handle in self._described if handle not in self._connected])
-        # One that is gone leaves a hole in the sender's group: connecting again closes it.
+        # A lost engine leaves a hole in the sender's group; reconnecting closes it.
         return UpdatableEngines(engines, num_new or int(self._described != self._connected))
 
     def connected(self) -> None:
-        """Note that the trainers have connected to the engines that were described last."""
+        """Record that the trainers have connected to the engines described last."""
         self._connected = list(self._described)
 
     def push_started(self) -> UpdatableEngines:
-        """Report that the trainers begin a push; describe the engines that take it.
+        """Report that the trainers begin a push; return the engines that take it.
 
         Raises:
-            EngineDiedError: the run has lost an engine that it needs, and that may still answer with the old weights.
+            EngineDiedError: the run has lost an engine that it needs and that may still answer with old weights.
         """
         raise_if_given_up(self._all_groups)
         engines = self.updatable()
@@ -100,23 +100,23 @@ class WeightTargets:
         return engines
 
     def push_done(self, excluded: Sequence[ExcludedEngine] = ()) -> None:
-        """Report that the engines that were described last hold the present weights, except ``excluded``.
+        """Report that the engines described last, except ``excluded``, hold the current weights.
 
         Raises:
-            ProcessError: the router does not take a restarted engine in.
+            ProcessError: the router does not accept a restarted engine.
         """
         without = {engine.index for engine in excluded}
         updated = [handle for index, handle in enumerate(self._described) if index not in without]
         self._report(updated, EngineEvent.PUSH_DONE)
 
     def push_refused(self, excluded: Sequence[ExcludedEngine]) -> None:
-        """Report that a push has excluded engines; ``--weight-push-failure`` says what becomes of them.
+        """Report that a push excluded engines; ``--weight-push-failure`` decides what happens to them.
 
         Args:
-            excluded: indices count the engines that were described last.
+            excluded: engines, indexed by their position in the list described last.
 
         Raises:
-            WeightSyncError: the policy is to stop.
+            WeightSyncError: ``--weight-push-failure`` is stop.
             EngineError: no engine of the model is left, or one cannot be restarted.
         """
         reasons = "; ".join(f"engine {engine.index}: {engine.reason}" for engine in excluded)
@@ -124,7 +124,7 @@ class WeightTargets:
         if policy == "stop":
             raise WeightSyncError(
                 f"{len(excluded)} engines did not take the weights (--weight-push-failure stop). {reasons}. The "
-                "others serve the new version; start the job again to resume from the last checkpoint"
+                "others serve the new version; restart the job to resume from the last checkpoint"
             )
         for engine in excluded:
             reason = f"it did not take the weights: {engine.reason}"
@@ -135,7 +135,7 @@ class WeightTargets:
             raise EngineError("no engine is left; the last were excluded (--weight-push-failure drop). " + reasons)
 
     def _report(self, handles: Sequence[Any], event: EngineEvent, reason: str = "") -> None:
-        """Report an event of those of ``handles`` that are still there; raise the first failure after the last."""
+        """Report an event of the engines of ``handles`` that still exist; raise the first failure at the end."""
         failures: list[ProcessError] = []
         for group, index in [(g, i) for g in self._groups for i, e in enumerate(g.engines) if e in handles]:
             try:

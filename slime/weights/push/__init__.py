@@ -1,1 +1,1 @@
-"""The weight push: verbs of an engine, the order of a push, and the transports that carry its buckets."""
+"""The weight push: calls to an engine, participants and state of a push, and payloads of its buckets."""

@@ -1,4 +1,4 @@
-"""An engine as the sender of weights sees it: each method sends one request and returns at once.
+"""An engine as seen by the sender of weights: each method sends one request and returns without waiting.
 
 ``slime.ray.engines.ray_engine`` sends the requests to the engine's actor, whose methods have the same names
 (``slime.backends.sglang_utils.weight_verbs``).
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 class Pending(Protocol):
-    """A request on its way.  The caller that starts one must wait for it, with a deadline."""
+    """A pending request.  Whoever starts one must wait for it with a deadline."""
 
     def wait(self, timeout_s: float) -> Any:
         """Return the engine's answer.
@@ -28,21 +28,21 @@ class EngineProxy(ABC):
     """One engine, which may span several GPUs."""
 
     index: int
-    """Position among the engines that get weights; the name of the engine in messages."""
+    """Position among the engines that get weights; identifies the engine in messages."""
     num_gpus: int
-    """GPUs of the engine, the ranks that take part in a distributed update."""
+    """Number of the engine's GPUs, and so of its ranks in a distributed update."""
     gpu_offset: int
-    """First of them, counted from the start of the rollout slice."""
+    """Index of the engine's first GPU among all GPUs of the job, where trainer rank r has GPU r."""
     is_colocated: bool
-    """The engine shares :attr:`gpus` with the trainer ranks of the same numbers."""
+    """True if the engine shares :attr:`gpus` with the trainer ranks of the same indices."""
     loaders: tuple[str, ...] = ()
-    """Import paths that its server takes as ``load_format`` (``--custom-weight-loader``)."""
+    """Import paths that its server accepts as ``load_format`` (``--custom-weight-loader``)."""
     dtype: str = ""
-    """The dtype in which it computes, as SGLang calls it; "" for the trainer's."""
+    """The engine's compute dtype, as named by SGLang; "" means the trainer's."""
 
     @property
     def gpus(self) -> range:
-        """The engine's GPUs, counted from the start of the rollout slice."""
+        """Indices of the engine's GPUs among all GPUs of the job."""
         return range(self.gpu_offset, self.gpu_offset + self.num_gpus)
 
     @abstractmethod
@@ -51,17 +51,17 @@ class EngineProxy(ABC):
 
     @abstractmethod
     def run(self, function: Callable[..., Any], /, *arguments: Any, on_all_nodes: bool = False) -> Pending:
-        """Call ``function(actor, *arguments)`` where the engine's actor runs: a request that only an extension knows.
+        """Call ``function(actor, *arguments)`` in the engine's actor, for requests that only an extension knows.
 
-        The first node gives the answer; with ``on_all_nodes`` every node of the engine runs it.
+        The answer is the first node's; with ``on_all_nodes`` every node of the engine runs the function.
         """
 
     def pause_generation(self) -> Pending:
-        """Abort running requests and accept no step until :meth:`continue_generation`."""
+        """Abort running requests and stop generating until :meth:`continue_generation`."""
         return self.start("pause_generation")
 
     def continue_generation(self) -> Pending:
-        """Serve again; an engine with an unfinished push refuses."""
+        """Resume serving; an engine with an unfinished push refuses."""
         return self.start("continue_generation")
 
     def flush_cache(self) -> Pending:
@@ -69,26 +69,26 @@ class EngineProxy(ABC):
         return self.start("flush_cache")
 
     def get_weight_version(self) -> Pending:
-        """Return the version of the weights that the engine holds; ``"default"`` before the first update."""
+        """Return the version of the engine's weights; ``"default"`` before the first update."""
         return self.start("get_weight_version")
 
     def init_weights_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> Pending:
-        """Join a process group as ranks ``rank_offset ...``; rank 0 is the trainer that sends."""
+        """Join a process group as ranks ``rank_offset`` and up; rank 0 is the sending trainer."""
         place = master_address, master_port, rank_offset, world_size
         return self.start("init_weights_update_group", *place, group_name, backend)
 
     def destroy_weights_update_group(self, group_name: str) -> Pending:
-        """Leave the group; one that the server does not know (it may have been restarted) is no error."""
+        """Leave the group; not an error if the server does not know it (it may have restarted)."""
         return self.start("destroy_weights_update_group", group_name)
 
     def update_weights_from_tensor(
         self, serialized_named_tensors: list[str], *, load_format: str, weight_version: str | None = None
     ) -> Pending:
-        """Load tensors from memory that the engine can map, one serialized payload for each of its GPUs.
+        """Load tensors from memory that the engine can map, one serialized payload per GPU.
 
-        With ``load_format`` one of :attr:`loaders` that function gets the tensors instead.
+        If ``load_format`` is one of :attr:`loaders`, that function gets the tensors instead of SGLang's loader.
         """
         what = {"load_format": load_format, "weight_version": weight_version, "flush_cache": False}
         return self.start("update_weights_from_tensor", serialized_named_tensors=serialized_named_tensors, **what)
@@ -103,7 +103,7 @@ class EngineProxy(ABC):
         weight_version: str,
         load_format: str,
     ) -> Pending:
-        """Load tensors that rank 0 of ``group_name`` broadcasts next, in this order."""
+        """Load tensors that rank 0 of ``group_name`` broadcasts next, in the order of ``names``."""
         what = {"group_name": group_name, "weight_version": weight_version, "load_format": load_format}
         return self.start(
             "update_weights_from_distributed", names=names, dtypes=dtypes, shapes=shapes, flush_cache=False, **what
@@ -116,5 +116,5 @@ class EngineProxy(ABC):
     def post_process_weights(
         self, *, restore_weights_before_load: bool = False, post_process_quantization: bool = False
     ) -> Pending:
-        """Undo or redo the engine's own repacking of quantized weights.  Stock SGLang does not have the endpoint."""
+        """Undo or redo the engine's repacking of quantized weights.  Stock SGLang does not have the endpoint."""
         return self.start("post_process_weights", restore_weights_before_load, post_process_quantization)

@@ -1,7 +1,7 @@
-"""The engines of a push: those that answered everything so far, and why the others were excluded.
+"""The engines of a push: which still take part, and why the others were excluded.
 
-An engine's failure is its own: one that dies, refuses or is late is *excluded*, which means that nothing more is asked
-of it in this push.  It was paused at the beginning and stays so; it never serves what it holds now.
+An engine's failure does not fail the push: an engine that dies, refuses or is late is *excluded* and gets no further
+requests in this push.  It was paused at the beginning and stays paused, so it never serves a partial update.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from slime.weights.push.engine import EngineProxy, Pending
 logger = logging.getLogger(__name__)
 
 PUSH_FAILURES = (SlimeError, RuntimeError, OSError, TimeoutError, EOFError)
-"""The errors that an engine's refusal, its death or a lost connection raises on the rank that meets it."""
+"""Errors raised on a rank by an engine's refusal or death, or by a lost connection."""
 MIN_WAIT_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class ExcludedEngine:
-    """An engine that a push left out.  It is paused, serves nothing, and waits to be restarted or evicted."""
+    """An engine excluded from a push.  It is paused, serves nothing, and waits to be restarted or evicted."""
 
     index: int
     """``EngineProxy.index``."""
     reason: str
-    """Its failure, as the end of a sentence."""
+    """Its failure, phrased to end a sentence."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error as the end of a sentence."""
+    """Return an error's text, phrased to end a sentence."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -42,7 +42,7 @@ def reason_of(error: BaseException) -> str:
 class PushClock:
     """The deadline of one push.
 
-    No engine gets more than half of the time that is left: when one is late, enough remains to continue without it.
+    No answer may take more than half of the remaining time, so enough is left to continue without a late engine.
     """
 
     timeout_s: float
@@ -61,31 +61,31 @@ class PushClock:
 
 
 class Participants:
-    """The engines of one push, as this rank knows them; :meth:`merge` makes all ranks know the same."""
+    """The engines of one push, as known to this rank; :meth:`merge` synchronizes the ranks."""
 
     def __init__(self, engines: Iterable[EngineProxy], clock: PushClock) -> None:
         self.engines = {engine.index: engine for engine in engines}
         self.clock = clock
         self.reasons: dict[int, str] = {}
-        """The reason of each excluded engine, by its index."""
+        """Index of an excluded engine -> reason."""
 
     @property
     def good(self) -> list[EngineProxy]:
-        """The engines that are still in the push."""
+        """The engines that still take part."""
         return [engine for index, engine in self.engines.items() if index not in self.reasons]
 
     def is_good(self, engine: EngineProxy) -> bool:
-        """Return whether the engine is still in the push."""
+        """Return whether the engine still takes part."""
         return engine.index not in self.reasons
 
     def exclude(self, index: int, reason: str) -> None:
-        """Ask nothing more of an engine; the first reason counts."""
+        """Exclude an engine; later reasons are ignored."""
         if index not in self.reasons:
             logger.error("engine %d is excluded from the push: %s", index, reason)
             self.reasons[index] = reason
 
     def merge(self, reasons_of_ranks: Sequence[Mapping[int, str]]) -> None:
-        """Take over what other ranks met."""
+        """Add the exclusions found by other ranks."""
         for reasons in reasons_of_ranks:
             for index, reason in reasons.items():
                 self.reasons.setdefault(index, reason)
@@ -101,7 +101,7 @@ class Participants:
         call: Callable[[EngineProxy], Pending],
         engines: Iterable[EngineProxy] | None = None,
     ) -> dict[int, Any]:
-        """Ask engines at once, exclude those that give no answer, and return the answers by index."""
+        """Send requests to engines in parallel, exclude those that fail to answer; return answers by engine index."""
         asked = self.good if engines is None else list(engines)
         requests = start_all(asked, call)
         answers: dict[int, Any] = {}
@@ -116,17 +116,17 @@ class Participants:
 
 @dataclass(frozen=True)
 class _Failed:
-    """A request that could not even be sent."""
+    """A request that could not be sent."""
 
     error: BaseException
 
     def wait(self, timeout_s: float) -> Any:
-        """Raise the error of sending."""
+        """Raise the error from sending."""
         raise self.error
 
 
 def start_all(engines: Iterable[EngineProxy], call: Callable[[EngineProxy], Pending]) -> dict[int, Pending]:
-    """Start a request to each engine; what cannot be sent fails in its ``wait``."""
+    """Start a request to each engine; an error in sending is raised by ``wait``."""
     requests: dict[int, Pending] = {}
     for engine in engines:
         try:
@@ -139,13 +139,13 @@ def start_all(engines: Iterable[EngineProxy], call: Callable[[EngineProxy], Pend
 def wait_together(
     requests: Mapping[int, Pending], timeout_s: float, on_failure: Callable[[], None] = lambda: None
 ) -> dict[int, BaseException]:
-    """Wait for all requests at once, because one that fails may keep the others from ending.
+    """Wait for all requests in parallel, because a failed one may block the others.
 
     Args:
-        on_failure: called at the first failure, to set the others free.
+        on_failure: called at the first failure, to unblock the others.
 
     Returns:
-        The errors, in the order in which they came.
+        Engine index -> error, in the order of arrival.
     """
     failures: dict[int, BaseException] = {}
     if not requests:

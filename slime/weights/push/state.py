@@ -1,4 +1,4 @@
-"""One push: the trainer ranks that take part, its state and its steps while it is under way, and its report."""
+"""One push: the participating trainer ranks, its state and steps, and its report."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from slime.weights.push.engine import EngineProxy
 from slime.weights.push.participants import PUSH_FAILURES, ExcludedEngine, Participants, reason_of
 
 Span = tuple[str, float, float]
-"""A step, and the seconds from the beginning of the push at which it began and ended."""
+"""A step's name, begin and end, in seconds since the push began."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """The sizes and times of one push, what it left out not counted, and the engines that it excluded."""
+    """Sizes and times of one push, counting only what was sent, and the engines that it excluded."""
 
     version: int
     num_tensors: int
@@ -32,15 +32,15 @@ class PushReport:
     num_attempts: int = 1
     excluded: tuple[ExcludedEngine, ...] = ()
     spans: tuple[Span, ...] = ()
-    """Steps of this rank, meetings of all ranks included; "begin", "fill" and "send" are parts of "buckets"."""
+    """Steps of this rank, including waits for all ranks; "begin", "fill" and "send" are parts of "buckets"."""
     engine_seconds: dict[str, float] = field(default_factory=dict)
-    """Of the slowest engine's devices, by part; see ``EngineVerbs.acknowledge_weight_update``."""
+    """Part of the work -> seconds on the devices of the slowest engine."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the transport."""
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds by step."""
+        """Step -> total seconds."""
         found: dict[str, float] = {}
         for step, begin_s, end_s in self.spans:
             found[step] = found.get(step, 0.0) + end_s - begin_s
@@ -58,7 +58,7 @@ class PushReport:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerRanks:
-    """The place of this process among those that push; by default it is the only one."""
+    """This process's position among the pushing ranks; by default it is the only one."""
 
     rank: int = 0
     world_size: int = 1
@@ -66,18 +66,18 @@ class TrainerRanks:
     """Pipeline stage."""
     num_stages: int = 1
     is_source: bool = True
-    """The one rank of its stage that acts for it: rank 0 of data, context and tensor parallelism."""
+    """True on the rank that acts for its pipeline stage: rank 0 of data, context and tensor parallelism."""
     ranks_per_host: int = 1
 
     def gather(self, own: Any) -> list[Any]:
-        """Return what every rank gives, in rank order; collective."""
+        """All-gather ``own``; return every rank's value in rank order.  Collective."""
         told: list[Any] = [own] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(told, own, group=get_gloo_group())
         return told
 
     def from_main(self, own: Any) -> Any:
-        """Return what rank 0 gives; collective."""
+        """Broadcast: return rank 0's ``own``.  Collective."""
         told = [own]
         if self.world_size > 1:
             dist.broadcast_object_list(told, src=0, group=get_gloo_group())
@@ -86,25 +86,25 @@ class TrainerRanks:
 
 @dataclass
 class Push:
-    """A push under way, as this rank sees it."""
+    """A push in progress, as this rank sees it."""
 
     version: str
     participants: Participants
     ranks: TrainerRanks = field(default_factory=TrainerRanks)
     repacks: bool = False
-    """The engines repack quantised weights when they load them; those without our loader must undo that for a push."""
+    """True if engines repack quantized weights on load; engines without slime's loader must undo that for a push."""
     checks: bool = False
-    """``--check-weight-update-equal``: all weights are overwritten first, and compared afterwards."""
+    """``--check-weight-update-equal``: overwrite all weights first, and compare them afterwards."""
     is_resend: bool = False
-    """The engines missed the last push."""
+    """True if this push repeats the last one for engines that missed it."""
     failures: list[Exception] = field(default_factory=list)
-    """Errors of this rank that are no engine's fault; the next meeting raises it on all ranks."""
+    """Errors of this rank that are no engine's fault; the next :meth:`meet` raises the first on all ranks."""
     spans: list[Span] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Note the begin and end of the block."""
+        """Record the block's begin and end as a span."""
         begin_s = self.participants.clock.elapsed_s
         try:
             yield
@@ -112,11 +112,11 @@ class Push:
             self.spans.append((name, begin_s, self.participants.clock.elapsed_s))
 
     def on_main_rank(self, what: str, action: Callable[[], None]) -> None:
-        """Run ``action`` on rank 0 while the others wait for its end."""
+        """Run ``action`` on rank 0 while the other ranks wait for it."""
         self.run_together(what, action if self.ranks.rank == 0 else None)
 
     def run_together(self, what: str, action: Callable[[], None] | None) -> None:
-        """Run this rank's ``action``, if it has one, and wait for those of all ranks."""
+        """Run this rank's ``action``, if any, and wait until all ranks have run theirs."""
         if action is not None:
             try:
                 action()
@@ -125,10 +125,10 @@ class Push:
         self.meet(what)
 
     def meet(self, what: str, own: Any = None) -> list[Any]:
-        """Meet all ranks: all know then who is excluded; return what every rank gives as ``own``.
+        """Synchronize all ranks and their exclusions; return every rank's ``own`` in rank order.
 
         Raises:
-            WeightSyncError: a rank failed (the first failure of any is raised on all), or no engine is left.
+            WeightSyncError: a rank failed (all ranks raise the first failure), or no engine is left.
         """
         text = reason_of(self.failures[0]) if self.failures else None
         told = self.ranks.gather((text, self.participants.reasons, own))
@@ -143,23 +143,23 @@ class Push:
             raise WeightSyncError(f"no engine took weight version {self.version} ({what}). {listed}")
         return [given for *_, given in told]
 
-    # What rank 0 asks of the engines in every push; one that gives no answer is excluded from it
+    # Requests of rank 0 to the engines in every push; an engine that does not answer is excluded
 
     def pause(self) -> None:
-        """Stop generating and forget the prefix cache.  Excluded engines are paused too: they must not serve."""
+        """Pause generation and flush the prefix cache.  Pauses excluded engines too, because they must not serve."""
         engines = self.participants
         engines.ask("pausing", lambda engine: engine.pause_generation(), engines.engines.values())
         engines.ask("flushing its cache", lambda engine: engine.flush_cache())
 
     def require_repacking(self, engines: Sequence[EngineProxy]) -> None:
-        """See that engines can undo and redo their repacking of weights, before anything is paused.
+        """Check that engines can undo and redo their repacking of weights, before anything is paused.
 
         Raises:
             WeightSyncError: an engine cannot.
         """
         for engine in engines:
             try:
-                # Neither undo nor redo: an engine that has the endpoint does nothing.
+                # Asks for neither undo nor redo, so an engine with the endpoint does nothing.
                 engine.post_process_weights().wait(self.participants.clock.step_s)
             except (EngineDiedError, DeadlineError) as error:
                 self.participants.exclude(engine.index, f"{reason_of(error)} (while asking for a push's needs)")
@@ -172,17 +172,17 @@ class Push:
                 ) from error
 
     def undo_repacking(self, engines: Sequence[EngineProxy]) -> None:
-        """Have engines hold their weights as a checkpoint has them."""
+        """Make engines convert their weights to the checkpoint's layout."""
         undo = "undoing its repacking of weights"
         self.participants.ask(undo, lambda one: one.post_process_weights(restore_weights_before_load=True), engines)
 
     def repack(self, engines: Sequence[EngineProxy]) -> None:
-        """Have engines hold their weights as kernels read them."""
+        """Make engines convert their weights to the layout that kernels read."""
         redo = "repacking weights"
         self.participants.ask(redo, lambda one: one.post_process_weights(post_process_quantization=True), engines)
 
     def require_version(self) -> None:
-        """Exclude engines that do not tell the version of the push as theirs."""
+        """Exclude engines that do not report the push's version."""
         held = self.participants.ask("telling its version", lambda engine: engine.get_weight_version())
         for index, version in held.items():
             if str(version) != self.version:
@@ -191,11 +191,11 @@ class Push:
                 )
 
     def continue_generation(self) -> None:
-        """Generate again."""
+        """Resume generation."""
         self.participants.ask("continuing", lambda engine: engine.continue_generation())
 
     def report(self, *, num_tensors: int, num_buckets: int, num_bytes: int, **more: Any) -> PushReport:
-        """Return the report of a push that has sent so much; ``more`` are other fields of it."""
+        """Return the push's report, given what was sent; ``more`` sets further fields."""
         return PushReport(
             int(self.version), num_tensors, num_buckets, num_bytes, self.participants.clock.elapsed_s,
             num_engines=len(self.participants.good), excluded=self.participants.excluded, spans=tuple(self.spans),

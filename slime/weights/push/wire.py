@@ -1,4 +1,4 @@
-"""Payloads of ``/update_weights_from_tensor``: tensors by value, and handles to their memory."""
+"""Payloads of ``/update_weights_from_tensor``: tensors by value or as handles to their memory."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 
 FLATTENED_BUCKET = "flattened_bucket"
-"""``load_format`` of stock SGLang for a bucket whose tensors lie in one flat buffer."""
+"""Stock SGLang's ``load_format`` for a bucket whose tensors lie in one flat buffer."""
 
 
 def by_value(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the tensors themselves as text: slow, but it reaches an engine on any host."""
+    """Serialize tensors by value as text: slow, but works for an engine on any host."""
     return as_text([(name, tensor.cpu()) for name, tensor in named_tensors])
 
 
 def as_text(content: Any) -> str:
-    """Return tensors in host memory, in lists or dicts, by value."""
+    """Serialize host tensors, possibly in lists or dicts, by value as base64 text."""
     buffer = io.BytesIO()
     _ByValue(buffer, protocol=4).dump(content)
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 class _ByValue(pickle.Pickler):
-    """Pickler that sends of a view only what it shows, where torch would send the whole memory below each view.
+    """Pickler that sends only a view's own elements; torch would send the view's whole storage.
 
-    Eight-bit floats go as bytes with a change of view: torch cannot read back what it pickles.
+    8-bit floats are sent as bytes and viewed on arrival, because torch cannot unpickle them.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -48,9 +48,9 @@ NOTHING = by_value([])
 
 
 def handle_of(content: Any) -> str:
-    """Return tensors as handles to their shared or CUDA memory, which must outlive the engine's answer.
+    """Serialize tensors as handles to shared or CUDA memory, which must stay alive until the engine has answered.
 
-    A tensor in ordinary memory moves to shared memory.
+    A tensor in ordinary host memory is moved to shared memory.
     """
     data = io.BytesIO()
     ForkingPickler(data).dump(content)

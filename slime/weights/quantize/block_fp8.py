@@ -1,14 +1,14 @@
-"""Matrices in eight-bit floats (e4m3) with one fp32 scale per block, per row or per matrix.
+"""Matrices of 8-bit floats (e4m3) with one fp32 scale per block, row or matrix.
 
     scale = max(largest magnitude of the block, 1e-10) / 448
     q     = e4m3(weight / scale),   weight ~ q * scale
 
-448 is the largest finite e4m3 number.  Both quotients are true fp32 divisions and the cast rounds to nearest, ties to
-even, so that every path (this one, the Triton kernels, the offline tool, CPU and GPU) gives the same bytes.  A block
-of zeros gets the scale 1e-10 / 448 and stays zeros.
+448 is the largest finite e4m3 number.  Both quotients are true fp32 divisions, and the cast rounds to nearest, ties to
+even, so every path (this one, the Triton kernels, the offline tool, CPU and GPU) produces the same bytes.  A block of
+zeros gets the scale 1e-10 / 448 and stays zero.
 
-With ``ue8m0=True`` each scale is rounded up to a power of two, which is all that UE8M0, a byte that
-holds an fp32 exponent and nothing else, can say; :func:`transform_scale_ue8m0` packs them as DeepGEMM reads them.
+With ``ue8m0=True`` each scale is rounded up to a power of two, because UE8M0 is a byte that holds only an fp32
+exponent.  :func:`transform_scale_ue8m0` packs such scales the way DeepGEMM reads them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from slime.utils.errors import DataError
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 MIN_ABSMAX = 1e-10
-"""Magnitude that a block of zeros, or of smaller numbers, counts as having: its scale must not be zero."""
+"""Lower bound of a block's largest magnitude, so that scales are never zero."""
 DEFAULT_BLOCK = (128, 128)
 PANEL_ELEMENTS = 1 << 24
-"""Elements worked on at a time, which bounds the fp32 scratch memory to a few times 64 MiB."""
+"""Elements processed at a time, which bounds fp32 scratch memory to a few times 64 MiB."""
 SCALES_PER_WORD = 4
-"""Exponents in one int32, those of neighbouring blocks along the input dimension, the first in the lowest byte."""
+"""Exponents per int32: those of adjacent blocks along the input dimension, the first in the lowest byte."""
 TMA_ALIGNMENT_BYTES = 16
-"""Padding of the rows of packed scales, which the tensor memory accelerator needs."""
+"""Alignment of packed scales that the tensor memory accelerator (TMA) needs."""
 
 
 def num_blocks(rows: int, columns: int, block: tuple[int, int] = DEFAULT_BLOCK) -> tuple[int, int]:
-    """Return the blocks of a ``[rows, columns]`` matrix in both dimensions, those cut off at the edge included."""
+    """Return the number of blocks of a ``[rows, columns]`` matrix per dimension, counting partial blocks."""
     return -(-rows // block[0]), -(-columns // block[1])
 
 
@@ -42,15 +42,16 @@ def quantize_block(
     """Quantize with one scale per block.
 
     Args:
-        weight: ``[M, N]`` of bf16, fp16 or fp32; neither needs to be a multiple of the block.
+        weight: ``[M, N]`` of bf16, fp16 or fp32; M and N need not be multiples of the block.
         block: rows and columns of a block.
-        name: the tensor's name; given, a NaN or an infinity in it is an error (which waits for the device).
+        ue8m0: round scales up to powers of two.
+        name: the tensor's name; if given, NaN or infinity raises an error (which synchronizes with the device).
 
     Returns:
         ``[M, N]`` float8_e4m3fn and ``[ceil(M / rows), ceil(N / columns)]`` fp32, both contiguous.
 
     Raises:
-        ValueError: ``weight`` is no floating-point matrix, or ``block`` is not positive.
+        ValueError: ``weight`` is not a floating-point matrix, or ``block`` is not positive.
         DataError: ``name`` is given and the weight is not finite.
     """
     _check_matrix(weight)
@@ -79,8 +80,8 @@ def quantize_tensor(weight: Tensor, *, name: str | None = None) -> tuple[Tensor,
     """Quantize with one scale for the whole tensor.
 
     Args:
-        weight: of bf16, fp16 or fp32, any shape.
-        name: as in :func:`quantize_block`.
+        weight: bf16, fp16 or fp32, of any shape.
+        name: see :func:`quantize_block`.
 
     Returns:
         float8_e4m3fn of the same shape, and fp32 of shape ``[1]``.
@@ -94,7 +95,7 @@ def quantize_tensor(weight: Tensor, *, name: str | None = None) -> tuple[Tensor,
 
 
 def quantize_channel(weight: Tensor, *, name: str | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize with one scale per row, that is per output channel.
+    """Quantize with one scale per row (output channel).
 
     Args:
         weight: ``[M, N]`` of bf16, fp16 or fp32.
@@ -118,7 +119,7 @@ def dequantize_block(
         block: rows and columns of a block.
 
     Raises:
-        DataError: the scales are not as many as the blocks.
+        DataError: the number of scales does not match the number of blocks.
     """
     rows, columns = quantized.shape
     if tuple(scale.shape) != num_blocks(rows, columns, block):
@@ -137,10 +138,10 @@ def dequantize_block(
 
 
 def require_finite(name: str, scale: Tensor) -> None:
-    """Refuse a tensor by its scales: these are finite exactly where the weights of their block are.
+    """Check that a tensor is finite by its scales: a scale is finite if and only if its block's weights are.
 
     Raises:
-        DataError: naming the tensor.
+        DataError: the tensor has NaN or infinite elements; the message names it.
     """
     if not bool(torch.isfinite(scale).all()):
         raise DataError(
@@ -161,21 +162,21 @@ def _check_matrix(weight: Tensor) -> None:
 
 
 def _scales(absmax: Tensor, ue8m0: bool) -> Tensor:
-    """Return fp32 scales of fp32 magnitudes; a NaN stays one."""
-    # A tensor, because torch multiplies by the reciprocal when it divides a CUDA tensor by a number, and 1/448 is not
-    # exact.
+    """Return fp32 scales for fp32 magnitudes; NaN stays NaN."""
+    # A tensor, because torch divides a CUDA tensor by a Python number as a product with its reciprocal, and 1/448 is
+    # not exact.
     largest = torch.full((), FP8_MAX, dtype=torch.float32, device=absmax.device)
     scale = absmax.clamp(min=MIN_ABSMAX) / largest
     return round_up_to_power_of_two(scale) if ue8m0 else scale
 
 
 def _cast(weight: Tensor, scale: Tensor) -> Tensor:
-    """Cast fp32 weights to e4m3; their quotient may exceed 448 by a rounding error."""
+    """Cast fp32 weights to e4m3; clamps because the quotient may exceed 448 by a rounding error."""
     return (weight / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def _decode(quantized: Tensor) -> Tensor:
-    """Decode numbers of one byte to fp32; on a CPU by a table of all 256, several times as fast as torch's cast."""
+    """Decode one-byte floats to fp32; on a CPU with a 256-entry table, several times as fast as torch's cast."""
     if quantized.device.type != "cpu":
         return quantized.float()
     table = torch.arange(256, dtype=torch.uint8).view(quantized.dtype).float()
@@ -184,36 +185,37 @@ def _decode(quantized: Tensor) -> Tensor:
 
 
 def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """Pad the matrix with zeros below and to the right; return itself when it is large enough."""
+    """Zero-pad the matrix to ``[rows, columns]`` below and to the right; no copy if it already has that shape."""
     if matrix.shape == (rows, columns):
         return matrix.contiguous()
     return torch.nn.functional.pad(matrix, (0, columns - matrix.size(1), 0, rows - matrix.size(0)))
 
 
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:
-    """Round scales (fp32, positive, normal) up to the next powers of two; NaN and infinity stay."""
+    """Round scales (fp32, positive, normal) up to powers of two; NaN and infinity are unchanged."""
     bits = scale.view(torch.int32)
-    # A mantissa that is not zero carries into the exponent.
+    # A nonzero mantissa carries into the exponent.
     rounded = ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)
     return torch.where(torch.isfinite(scale), rounded, scale)
 
 
 def is_power_of_two(scale: Tensor) -> Tensor:
-    """Return a mask of the fp32 scales that are powers of two, elementwise."""
+    """Return, elementwise, whether fp32 scales are powers of two."""
     return (scale.view(torch.int32) & 0x007FFFFF) == 0
 
 
 def transform_scale_ue8m0(scale: Tensor, *, mn: int) -> Tensor:
-    """Return scales as DeepGEMM takes them on Blackwell: one row per row of the weight, four exponents a word.
+    """Pack scales as DeepGEMM takes them on Blackwell: one row per weight row, four exponents per word.
 
     Args:
         scale: ``[ceil(mn / 128), K]`` fp32, powers of two.
+        mn: rows of the weight.
 
     Returns:
-        int32 of shape ``[mn, ceil(K / 4)]``, column-major, its columns 16 bytes aligned.
+        int32 of shape ``[mn, ceil(K / 4)]``, column-major, its columns aligned to 16 bytes.
 
     Raises:
-        ValueError: a scale is no power of two, or there are too few.
+        ValueError: a scale is not a power of two, or the number of scale rows is wrong.
     """
     block_rows = DEFAULT_BLOCK[0]
     if scale.dim() != 2 or scale.size(0) != -(-mn // block_rows):

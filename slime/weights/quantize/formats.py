@@ -1,8 +1,8 @@
-"""Formats of quantized weights in checkpoints: the tensors that represent one weight, how to make them, and which
-weights of an unquantized checkpoint a conversion gives them.
+"""Formats of quantized weights in checkpoints: which tensors represent one weight, how to compute them, and which
+weights of an unquantized checkpoint a converter quantizes.
 
-Every format turns ``X.weight`` into tensors called ``X.`` and one of the format's parts; :func:`read_weight` reads
-them back from the files of a checkpoint.
+Every format turns ``X.weight`` into tensors named ``X.PART``, one for each part of the format; :func:`read_weight`
+reads them back from a checkpoint's files.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ from slime.weights.quantize.mxfp4 import (
 
 Shape = tuple[int, ...]
 SUFFIX = ".weight"
-"""Suffix of weights that can be quantized; in a quantized checkpoint other names follow the dot."""
+"""Suffix of weights that can be quantized; in a quantized checkpoint, part names follow the dot instead."""
 PACKED = ".weight_packed"
 EXPONENT = "scale"
-"""Part of a weight whose scales are powers of two of one byte each (DeepSeek-V4)."""
+"""Part name of one-byte power-of-two scales (DeepSeek-V4)."""
 BLOCK_SCALE = "weight_scale_inv"
-"""Part of a weight in FP8 by blocks whose scales are fp32."""
+"""Part name of block FP8's fp32 scales."""
 E8M0 = "F8_E8M0"
-"""An exponent of one byte, as safetensors spells the dtype."""
+"""safetensors' dtype code for a one-byte exponent."""
 FP8_CODES = ("F8_E4M3", "F8_E5M2")
 SCALE_NAMES = (("", "_scale_inv"), ("", "_scale"), (SUFFIX, f".{EXPONENT}"))
-"""What the name of a weight loses and gets to be the name of its scale."""
+"""(suffix to remove, suffix to append) that turns a weight's name into its scale's name."""
 BESIDE_A_WEIGHT = ("_scale_inv", ".weight_scale", ".weight_shape", ".weight_zero_point")
-"""Suffixes of tensors that belong to a weight."""
+"""Suffixes of tensors that are parts of a quantized weight."""
 PartHeaders = dict[str, tuple[Shape, torch.dtype]]
 """Part of a weight's name -> shape and dtype."""
 
 
 class WeightFormat(ABC):
-    """The storage format of one weight."""
+    """The storage format of a quantized weight."""
 
     marker: str
-    """The part that only a quantized weight has."""
+    """The part whose presence marks a weight as quantized."""
 
     @abstractmethod
     def outputs(self, name: str, shape: Shape) -> PartHeaders:
-        """Return names, dtypes and shapes of the result of :meth:`quantize` without computing it.
+        """Return the names, shapes and dtypes of :meth:`quantize`'s result without computing it.
 
         Raises:
             ConfigError: the format cannot hold this shape.
@@ -85,10 +85,10 @@ class WeightFormat(ABC):
 
         Args:
             weight: ``[M, N]`` of bf16, fp16 or fp32.
-            check_finite: a NaN or an infinity is an error; costs a wait for the device.
+            check_finite: raise an error for NaN or infinity; synchronizes with the device.
 
         Raises:
-            DataError: ``check_finite`` is given and the weight is not finite.
+            DataError: ``check_finite`` is set and the weight is not finite.
         """
 
     @abstractmethod
@@ -96,17 +96,17 @@ class WeightFormat(ABC):
         """Return the bf16 weight that the parts represent.
 
         Raises:
-            DataError: their shapes do not fit each other.
+            DataError: the parts' shapes do not match.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFp8(WeightFormat):
-    """e4m3 with one scale per block: fp32, or a power of two of one byte (``scale_dtype``)."""
+    """e4m3 with one scale per block: fp32, or a one-byte power of two (``scale_dtype``)."""
 
     block: tuple[int, int]
     ue8m0: bool = False
-    """Scales are powers of two."""
+    """True if scales are powers of two."""
     marker: str = BLOCK_SCALE
     scale_dtype: torch.dtype = torch.float32
 
@@ -139,7 +139,7 @@ class TensorFp8(WeightFormat):
     def dequantize(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         scale = parts[self.marker]
         if scale.numel() != 1:
-            raise DataError(f"{name} has {scale.numel()} scales and must have one: they are by tensor in config.json")
+            raise DataError(f"{name} has {scale.numel()} scales; config.json says one per tensor")
         return (parts["weight"].float() * scale.float().view(1, 1)).to(torch.bfloat16)
 
 
@@ -164,7 +164,7 @@ class ChannelFp8(WeightFormat):
 
 @dataclass(frozen=True, slots=True)
 class GroupInt(WeightFormat):
-    """Packed integers with scales, and perhaps zero points, per group of columns."""
+    """Packed integers with a scale, and a zero point if asymmetric, per group of columns."""
 
     num_bits: int
     group_size: int | None
@@ -219,21 +219,21 @@ class GroupInt(WeightFormat):
 
 @dataclass(frozen=True, slots=True)
 class PackedFp4(WeightFormat):
-    """e2m1, two numbers a byte, with one power of two per 32 numbers of a row."""
+    """e2m1, two numbers per byte, with one power-of-two scale per 32 numbers of a row."""
 
     marker: str = EXPONENT
 
     def outputs(self, name: str, shape: Shape) -> PartHeaders:
         rows, columns = _matrix(name, shape)
         if columns % GROUP:
-            raise ConfigError(f"{name} has rows of {columns}; in four bits they are multiples of {GROUP}")
+            raise ConfigError(f"{name} has {columns} columns; FP4 needs a multiple of {GROUP}")
         return {
             "weight": ((rows, columns // NUMBERS_PER_BYTE), torch.int8),
             self.marker: ((rows, columns // GROUP), torch.float8_e8m0fnu),
         }
 
     def quantize(self, name: str, weight: Tensor, *, check_finite: bool) -> dict[str, Tensor]:
-        self.outputs(name, tuple(weight.shape))  # refuses what has no whole groups
+        self.outputs(name, tuple(weight.shape))  # raises if rows do not split into whole groups
         packed, scale = quantize_rows(weight)
         if check_finite:
             require_finite(name, scale.float())
@@ -243,29 +243,29 @@ class PackedFp4(WeightFormat):
         packed, scale = parts["weight"], parts[self.marker]
         if packed.is_floating_point() or packed.element_size() != 1 or scale.dtype != torch.float8_e8m0fnu:
             raise DataError(
-                f"{name} is stored in {packed.dtype} with a scale in {scale.dtype}; integers of one byte are read as "
-                "two numbers of FP4 each, whose scales are torch.float8_e8m0fnu"
+                f"{name} is stored in {packed.dtype} with scales in {scale.dtype}; one-byte integers are read as "
+                "two FP4 numbers each, whose scales must be torch.float8_e8m0fnu"
             )
         if packed.dim() != 2 or tuple(scale.shape) != (packed.size(0), packed.size(1) * NUMBERS_PER_BYTE / GROUP):
             raise DataError(
-                f"{name} has {list(packed.shape)} bytes of two numbers, and scales {list(scale.shape)}: not one per "
-                f"{GROUP} numbers of a row"
+                f"{name} has {list(packed.shape)} bytes of two numbers and scales of shape {list(scale.shape)}; there "
+                f"must be one scale per {GROUP} numbers of a row"
             )
         return multiply_out(packed, scale)
 
 
 @dataclass(frozen=True, slots=True)
 class TwoFormats(WeightFormat):
-    """One format for most weights, and one for some: experts in four bits beside layers in eight."""
+    """One format for most weights and another for some, such as 8-bit layers with 4-bit experts."""
 
     usual: WeightFormat
     other: WeightFormat
     names: frozenset[str]
-    """``X.weight`` of all that have the other one."""
+    """``X.weight`` for every weight in the ``other`` format."""
 
     @property
     def marker(self) -> str:  # type: ignore[override]
-        """The part that both have."""
+        """The marker that both formats share."""
         return self.usual.marker
 
     def outputs(self, name: str, shape: Shape) -> PartHeaders:
@@ -283,7 +283,7 @@ class TwoFormats(WeightFormat):
 
 def _matrix(name: str, shape: Shape) -> tuple[int, int]:
     if len(shape) != 2:
-        raise DataError(f"{name} is quantized in the checkpoint and has the shape {list(shape)}; only matrices can be")
+        raise DataError(f"{name} of shape {list(shape)} is quantized in the checkpoint; only matrices can be")
     return shape[0], shape[1]
 
 
@@ -291,10 +291,10 @@ def _matrix(name: str, shape: Shape) -> tuple[int, int]:
 
 
 def logical_names(stored: Mapping[str, str]) -> list[str]:
-    """Return the names of all tensors as if nothing were quantized, in the given order.
+    """Return the names that the tensors would have if nothing were quantized, in the given order.
 
     Args:
-        stored: name of every tensor in the files -> its dtype as safetensors spells it.
+        stored: name of every tensor in the files -> its safetensors dtype code.
     """
     names = []
     packed_in_fp4 = {name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)}
@@ -313,10 +313,10 @@ def logical_names(stored: Mapping[str, str]) -> list[str]:
 
 
 def is_scale(name: str, stored: Mapping[str, str]) -> bool:
-    """Return True for an ``X.scale`` that is part of a quantized ``X.weight``; others are tensors of a model.
+    """Return True if ``name`` is an ``X.scale`` of a quantized ``X.weight``, not a parameter called ``scale``.
 
     Args:
-        stored: as :func:`logical_names` has it.
+        stored: see :func:`logical_names`.
     """
     if not name.endswith(f".{EXPONENT}"):
         return False
@@ -327,14 +327,16 @@ def is_scale(name: str, stored: Mapping[str, str]) -> bool:
 def read_weight(
     name: str, get: Callable[[str], Tensor], stored_names: Collection[str], weight_format: WeightFormat | None
 ) -> Tensor:
-    """Return the tensor that the model calls ``name``: as it is stored, or in bf16 if it is quantized.
+    """Read the model's tensor ``name``: as stored, or dequantized to bf16.
 
     Args:
         name: one of :func:`logical_names`.
-        weight_format: what the checkpoint's config says; None guesses from the names and shapes.
+        get: reads a stored tensor by name.
+        stored_names: names of all stored tensors.
+        weight_format: the format from the checkpoint's config; None guesses from names and shapes.
 
     Raises:
-        DataError: the parts of a quantized weight are not there, or do not fit each other.
+        DataError: parts of a quantized weight are missing or do not match.
     """
     if f"{name}{BLOCKS}" in stored_names:
         if f"{name}{SCALES}" not in stored_names:
@@ -358,7 +360,7 @@ def read_weight(
 
 
 def scale_of(name: str, stored_names: Collection[str]) -> str | None:
-    """Return the name of the scale of a weight in eight or four bits; None if none is stored."""
+    """Return the name of an 8- or 4-bit weight's scale; None if none is stored."""
     names = (name.removesuffix(lost) + got for lost, got in SCALE_NAMES if name.endswith(lost))
     return next((scale for scale in names if scale in stored_names), None)
 
@@ -393,14 +395,14 @@ def _fp8_format(scale_name: str, weight: Tensor, scale: Tensor, weight_format: W
     raise DataError(f"{scale_name} has the shape {tuple(scale.shape)}, and no config.json says how to apply it")
 
 
-# What a conversion leaves as it is: everything without a matrix product of its own (norms, embeddings), what decides
-# discretely (routers), the vocabulary projection, and matrices that SGLang holds in plain linear layers, which cannot
-# take a scale.  A push follows the converted checkpoint's index, so that this decides for it too.
+# Converters leave these unquantized: weights that are not used in a matrix product (norms, embeddings), weights that
+# make discrete decisions (routers), the vocabulary projection, and matrices that SGLang holds in plain linear layers,
+# which have no scale.  Pushes follow the converted checkpoint's index, so this table decides for them too.
 EXCLUDED: Mapping[str, str] = {
-    # part of the name, in any family -> why
+    # part of the name, in any family -> reason
     "norm": "a vector",
     "embed": "looked up, not multiplied",
-    "lm_head": "its logits are what is sampled from",
+    "lm_head": "sampling uses its logits",
     "router": "chooses experts",
     ".gate.": "chooses experts",
     "conv1d": "a convolution",
@@ -409,23 +411,24 @@ EXCLUDED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class PlainWeights:
-    """What a conversion leaves as it is in one family, beside :data:`EXCLUDED`."""
+    """Weights that converters leave unquantized in one family, besides :data:`EXCLUDED`."""
 
     parts: tuple[str, ...] = ()
-    """Of names of matrices that engines hold in plain linear layers, or that are not multiplied."""
+    """Parts of the names of matrices that engines hold in plain linear layers or do not multiply."""
     apart: tuple[str, ...] = ()
-    """Regular expressions of tensors beside the language model, such as a vision tower's."""
+    """Regular expressions for tensors outside the language model, such as a vision tower's."""
 
     def is_apart(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.apart)
 
 
 def is_quantized_offline(name: str, shape: Sequence[int] | None = None, plain: PlainWeights | None = None) -> bool:
-    """Return True when a converter quantizes the tensor.
+    """Return True if converters quantize the tensor.
 
     Args:
-        name: HF name of a tensor of an unquantized checkpoint.
-        plain: of its family (``WeightMap.plain``).
+        name: HF name of a tensor in an unquantized checkpoint.
+        shape: its shape, if known; only matrices are quantized.
+        plain: the family's unquantized weights (``WeightMap.plain``).
     """
     if not name.endswith(SUFFIX) or (shape is not None and len(shape) != 2):
         return False
@@ -434,14 +437,14 @@ def is_quantized_offline(name: str, shape: Sequence[int] | None = None, plain: P
 
 
 def modules_to_not_convert(names: Iterable[str], plain: PlainWeights | None = None) -> list[str]:
-    """Return the modules that a quantized config must name, so that engines build them unquantized.
+    """Return the modules that a quantized config must list so that engines build them unquantized.
 
     Args:
-        plain: as :func:`is_quantized_offline` has it.
+        plain: see :func:`is_quantized_offline`.
 
     Returns:
-        Module names in full, sorted, without those of norms, which no engine would quantize; what is beside the
-        language model also as a whole, by the name that it has in engines.
+        Full module names, sorted, without norms, which no engine quantizes.  Modules outside the language model are
+        also listed as a whole, by their name in engines.
     """
     kept = [name for name in names if name.endswith(SUFFIX) and not is_quantized_offline(name, plain=plain)]
     apart = {name.removeprefix("model.").partition(".")[0] for name in kept if plain and plain.is_apart(name)}

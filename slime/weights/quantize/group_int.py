@@ -1,12 +1,12 @@
-"""Matrices in four- or eight-bit integers with a scale per group of columns: "pack-quantized" of compressed-tensors.
+"""Matrices of 4- or 8-bit integers with one scale per group of columns ("pack-quantized" in compressed-tensors).
 
     symmetric:    scale = max(largest magnitude of the group / 7, 1e-5),   q = round(weight / scale) in -8 .. 7
     asymmetric:   scale = max((max - min) / 15, 1e-5),   z = round(-min / scale),   q = round(weight / scale) + z
 
-(7, 8 and 15 for four bits; 127, 128 and 255 for eight.)  The range of an asymmetric group includes zero.  Scales are
-rounded to the dtype in which the engine holds them before the weights are divided by them, so that the product comes
-as near to the weight as it can.  Stored is an unsigned number: ``q + 8``, or with a zero point ``q`` itself.  Eight of
-four bits make an int32, the first in its lowest bits: weights along the input dimension, zero points along the output
+(7, 8 and 15 are for 4 bits; for 8 bits they are 127, 128 and 255.)  The range of an asymmetric group includes zero.
+Scales are rounded to the engine's scale dtype before weights are divided by them, so that ``q * scale`` is as close to
+the weight as possible.  The stored number is unsigned: ``q + 8`` if symmetric, otherwise ``q``.  Eight 4-bit numbers
+are packed into an int32, the first in the lowest bits: weights along the input dimension, zero points along the output
 dimension.
 """
 
@@ -21,7 +21,7 @@ from slime.weights.quantize.block_fp8 import require_finite
 MIN_SCALE = 1e-5
 WORD_BITS = 32
 AWQ_ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
-"""Bits -> the place that each of the neighbours in a word has in it, as AWQ lays them."""
+"""Number of bits -> position in the word of each of the adjacent numbers packed into it, in AWQ's layout."""
 
 
 def quantize_group(
@@ -37,7 +37,7 @@ def quantize_group(
 
     Args:
         weight: ``[M, N]`` of bf16, fp16 or fp32.
-        name: the tensor's name; given, a NaN or an infinity in it is an error (which waits for the device).
+        name: the tensor's name; if given, NaN or infinity raises an error (which synchronizes with the device).
 
     Returns:
         The unsigned numbers ``[M, N]`` uint8, the scales ``[M, groups]``, the zero points ``[M, groups]`` uint8 or
@@ -73,7 +73,7 @@ def dequantize_group(
     """Invert :func:`quantize_group` up to rounding: ``(q - zero point) * scale`` in fp32, then one cast.
 
     Raises:
-        DataError: the scales do not fit the matrix.
+        DataError: the number of scales does not match the matrix.
     """
     rows, columns = quantized.shape
     if scale.size(0) != rows or scale.size(1) == 0 or columns % scale.size(1):
@@ -87,35 +87,35 @@ def dequantize_group(
 
 
 def num_groups(columns: int, group_size: int | None, name: str) -> int:
-    """Return the groups in a row; None for the size makes it one.
+    """Return the number of groups per row; one if ``group_size`` is None.
 
     Raises:
-        ConfigError: they do not divide it.
+        ConfigError: ``group_size`` does not divide ``columns``.
     """
     if group_size is None:
         return 1
     if group_size < 1 or columns % group_size:
         raise ConfigError(
-            f"{name} has {columns} columns, which are no whole number of groups of {group_size}; convert the "
+            f"{name} has {columns} columns, which is not a multiple of the group size {group_size}; convert the "
             "checkpoint with another --group-size, or leave this matrix out (--ignore-rules)"
         )
     return columns // group_size
 
 
 def num_words(count: int, num_bits: int) -> int:
-    """Return the int32 words that ``count`` numbers take."""
+    """Return the number of int32 words that ``count`` numbers take."""
     return -(-count * num_bits // WORD_BITS)
 
 
 def pack(values: Tensor, num_bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Pack numbers of a few bits into words, along the last dimension.
+    """Pack ``num_bits``-bit numbers into words along the last dimension.
 
     Args:
         values: uint8 ``[..., n]``, below ``2 ** num_bits``.
-        order: the place in its word of each of the numbers that share one; None keeps their order.
+        order: position in the word of each of the adjacent numbers; None keeps their order.
 
     Returns:
-        int32 ``[..., ceil(n * num_bits / 32)]``; what is missing at the end is zeros.
+        int32 ``[..., ceil(n * num_bits / 32)]``, zero-padded at the end.
     """
     per_word = WORD_BITS // num_bits
     padded = values.new_zeros(*values.shape[:-1], num_words(values.size(-1), num_bits) * per_word)
@@ -139,5 +139,5 @@ def unpack(words: Tensor, num_bits: int, count: int, order: tuple[int, ...] | No
 
 
 def zero_point_order(name: str, num_bits: int) -> tuple[int, ...] | None:
-    """Return the order of a weight's zero points in their words; SGLang's kernels for routed experts need AWQ's."""
+    """Return the packing order of a weight's zero points: SGLang's kernels for routed experts need AWQ's order."""
     return AWQ_ORDER[num_bits] if ".experts." in name else None

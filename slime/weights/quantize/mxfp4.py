@@ -1,10 +1,9 @@
-"""MXFP4 (OCP Microscaling v1.0): 32 numbers of 4 bits share a power of two.
+"""MXFP4 (OCP Microscaling v1.0): 32 four-bit numbers share a power-of-two scale.
 
-Experts of gpt-oss: ``X_blocks`` [.., G, 16] uint8, two numbers a byte and the lower half first, and ``X_scales``
-[.., G] uint8, the exponents plus 127; they represent ``X`` with the last of its axes, of length 32 G, moved in front
-of the one before it.
+gpt-oss experts: ``X_blocks`` [.., rows, G, 16] uint8 holds two numbers per byte, low half first, and ``X_scales``
+[.., rows, G] uint8 the exponents plus 127.  Multiplied out, [.., rows, 32 G] is ``X`` with its last two axes swapped.
 
-Experts of DeepSeek-V4: ``X.weight`` [M, N / 2] int8, in the same order, and ``X.scale`` [M, N / 32] float8_e8m0fnu.
+DeepSeek-V4 experts: ``X.weight`` [M, N / 2] int8, in the same byte order, and ``X.scale`` [M, N / 32] float8_e8m0fnu.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from slime.weights.quantize.block_fp8 import round_up_to_power_of_two
 GROUP = 32
 """Numbers that share an exponent."""
 METHOD = "mxfp4"
-"""``quant_method`` of the config."""
+"""``quant_method`` in the config."""
 BLOCKS, SCALES = "_blocks", "_scales"
 NUMBERS_PER_BYTE = 2
 FP4_CODES = ("I8", "U8")
-"""Two numbers of e2m1 a byte, as safetensors spells the dtype."""
+"""safetensors' dtype codes for bytes that pack two e2m1 numbers."""
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT_BIAS = 127
 _SIGN = 8
 _MIN_SCALE = 2.0**-126
-"""Of a group of zeros, or of smaller numbers."""
+"""Lower bound of scales: the scale of a group of zeros."""
 
 
 def dequantize(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return ``X`` in bf16, which holds every product of a number and its scale exactly.
+    """Return ``X`` in bf16, which represents every product of a number and its scale exactly.
 
     Args:
         blocks: [.., rows, G, 16].
@@ -43,7 +42,7 @@ def dequantize(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
         [.., 32 G, rows].
 
     Raises:
-        DataError: shapes or dtypes do not fit.
+        DataError: shapes or dtypes do not match.
     """
     if blocks.shape[:-1] != scales.shape or blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise DataError(
@@ -56,26 +55,26 @@ def dequantize(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def multiply_out(packed: Tensor, scales: Tensor) -> Tensor:
-    """Return the matrix in bf16, exactly, that rows of packed numbers and their scales represent (DeepSeek-V4).
+    """Return the exact bf16 matrix ``[M, N]`` represented by packed numbers and their scales (DeepSeek-V4).
 
     Args:
-        packed: ``[M, N / 2]`` of one byte each, in the order of a block.
+        packed: ``[M, N / 2]``, one byte each, low half first.
         scales: ``[M, N / 32]``, powers of two.
     """
     return (_unpack(packed) * scales.float().repeat_interleave(GROUP, -1)).to(torch.bfloat16)
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix to what :func:`multiply_out` takes.
+    """Quantize a matrix into the arguments of :func:`multiply_out`.
 
-    The scale of a group is the least power of two by which its numbers come to at most 6; numbers are rounded to the
-    nearest, ties to the one whose last bit is 0.
+    A group's scale is the smallest power of two that brings its magnitudes to at most 6.  Numbers are rounded to
+    nearest, ties to even.
 
     Args:
         weight: ``[M, N]`` of bf16, fp16 or fp32, N a multiple of 32.
 
     Returns:
-        ``[M, N / 2]`` int8 and ``[M, N / 32]`` float8_e8m0fnu.  The scale of a group with a NaN is one.
+        ``[M, N / 2]`` int8 and ``[M, N / 32]`` float8_e8m0fnu.  A group with a NaN has a NaN scale.
     """
     rows, columns = weight.shape
     groups = weight.float().reshape(rows, columns // GROUP, GROUP)

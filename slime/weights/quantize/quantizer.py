@@ -1,7 +1,7 @@
-"""Named tensors on their way to engines that hold some of them quantized, as the ``quantization_config`` says.
+"""Quantizes named tensors for engines that hold some weights quantized, as the ``quantization_config`` says.
 
-:func:`read_quantization` reads the config of a checkpoint: the format, and which modules it leaves alone.  A
-:class:`Quantizer` makes the tensors.
+:func:`read_quantization` reads a checkpoint's config: the format, and which modules stay unquantized.  A
+:class:`Quantizer` produces the tensors.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from slime.weights.quantize.mxfp4 import METHOD as MXFP4
 logger = logging.getLogger(__name__)
 
 SUPPORTED = (
-    "fp8 (e4m3, by block or by tensor, dynamic activations; by block also with scales of one byte and experts in FP4) "
+    "fp8 (e4m3, by block or by tensor, dynamic activations; by block also with one-byte scales and experts in FP4) "
     "and compressed-tensors (pack-quantized int4 and int8, float-quantized fp8 by channel, tensor or block, dynamic "
     "activations)"
 )
 FP8_LISTS = ("modules_to_not_convert", "ignored_layers")
-"""Keys of an fp8 config with the list of unquantized modules."""
+"""Keys of an fp8 config that list unquantized modules."""
 
 Config = Mapping[str, Any]
 
 
 class Quantizer:
-    """Quantizes the weights that a checkpoint has quantized, in the checkpoint's format.
+    """Quantizes, in a checkpoint's format, the weights that the checkpoint holds quantized.
 
     Args:
-        quantized_names: ``X.weight`` of all quantized weights.
-        known_names: ``X.weight`` of everything that the checkpoint has, quantized or not; a weight that is not among
-            them is an error, because nobody can tell how engines hold it.  None trusts ``quantized_names`` alone.
+        quantized_names: ``X.weight`` for every quantized weight.
+        known_names: ``X.weight`` for every weight of the checkpoint, quantized or not.  Any other weight is an error,
+            because it is unknown how engines hold it.  None trusts ``quantized_names`` alone.
     """
 
     def __init__(
@@ -73,37 +73,37 @@ class Quantizer:
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """Rows and columns that share a scale; None for a format of which slices cannot be made on their own."""
+        """Rows and columns of a block that shares a scale; None if slices cannot be quantized independently."""
         if isinstance(self.format, BlockFp8) and self.format.scale_dtype == torch.float32:
             return self.format.block
         return None
 
     def is_quantized(self, name: str) -> bool:
-        """Return True when the engines hold the HF tensor ``name`` quantized.
+        """Return True if engines hold the HF tensor ``name`` quantized.
 
         Raises:
-            ConfigError: it is a weight that the checkpoint does not have.
+            ConfigError: the checkpoint does not have this weight.
         """
         if name in self.quantized_names:
             return True
         if self._known_names is not None and name.endswith(SUFFIX) and name not in self._known_names:
             raise ConfigError(
                 f"the quantized --hf-checkpoint has no tensor {name}, so it is unknown whether engines hold it "
-                "quantized; point --hf-checkpoint at a checkpoint with all the layers that the flags ask for "
+                "quantized; point --hf-checkpoint at a checkpoint with all layers that the flags ask for "
                 "(--num-layers, --mtp-num-layers)"
             )
         return False
 
     def outputs(self, name: str, shape: Shape) -> list[Header]:
-        """Return name, shape and dtype of what :meth:`quantize` makes of a quantized weight, in its order."""
+        """Return name, shape and dtype of the tensors that :meth:`quantize` returns for a quantized weight."""
         headers = self.format.outputs(name, tuple(shape))
         return [(_part_name(name, part), part_shape, dtype) for part, (part_shape, dtype) in headers.items()]
 
     def quantize(self, name: str, tensor: Tensor) -> NamedTensors:
-        """Return a tensor as it is sent: itself, or its quantized form.
+        """Return a tensor as it is sent: unchanged, or in its quantized form.
 
         Args:
-            tensor: whole, in the dtype in which it would travel unquantized.
+            tensor: the full tensor, in the dtype in which it would be sent unquantized.
 
         Raises:
             ConfigError: the format cannot hold the shape, or the checkpoint does not have the tensor.
@@ -115,15 +115,15 @@ class Quantizer:
 
 
 def as_stored(weight_format: WeightFormat, stored: Mapping[str, str]) -> WeightFormat:
-    """Return the format as the files of a checkpoint show it, of which its config.json says less.
+    """Refine the format from config.json by what the checkpoint's files show.
 
-    DeepSeek-V4's scales have one byte and the name ``X.scale``, and its experts four bits.
+    DeepSeek-V4 has one-byte scales named ``X.scale`` and four-bit experts, which its config.json does not say.
 
     Args:
-        stored: name of every tensor in the files -> its dtype as safetensors spells it.
+        stored: name of every tensor in the files -> its safetensors dtype code.
 
     Raises:
-        ConfigError: the files have scales of one byte and others.
+        ConfigError: the files mix one-byte scales with others.
     """
     if not isinstance(weight_format, BlockFp8):
         return weight_format
@@ -145,10 +145,10 @@ def as_stored(weight_format: WeightFormat, stored: Mapping[str, str]) -> WeightF
 
 
 def quantized_names(stored: Mapping[str, str], weight_format: WeightFormat) -> frozenset[str]:
-    """Return ``X.weight`` of all weights that a checkpoint has quantized.
+    """Return ``X.weight`` for every weight that a checkpoint holds quantized.
 
     Args:
-        stored: as :func:`as_stored` has it.
+        stored: see :func:`as_stored`.
 
     Raises:
         ConfigError: there are none.
@@ -168,21 +168,21 @@ def quantized_names(stored: Mapping[str, str], weight_format: WeightFormat) -> f
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """What the ``quantization_config`` of a checkpoint says, read once.
+    """A checkpoint's parsed ``quantization_config``.
 
     Attributes:
-        format: of the quantized weights.
-        ignored: the modules that are left alone.
+        format: format of the quantized weights.
+        ignored: the modules that stay unquantized.
     """
 
     format: WeightFormat
     ignored: IgnoredModules
 
     def check_names(self, quantized_names: Collection[str]) -> None:
-        """Refuse a list of unquantized modules with one that is quantized: engines would drop its scales.
+        """Check that no quantized weight is listed as unquantized: engines would drop its scales.
 
         Raises:
-            ConfigError: naming the module and the entry of the list.
+            ConfigError: names the weight and the list's entry.
         """
         for name in sorted(quantized_names):
             entry = self.ignored.find(name.removesuffix(SUFFIX))
@@ -195,10 +195,10 @@ class QuantizationConfig:
     def warn_of_unlisted_weights(
         self, stored_names: Collection[str], quantized_names: Collection[str], plain: PlainWeights | None = None
     ) -> list[str]:
-        """Warn of weights that look as if they should be quantized, are not, and are not listed as such.
+        """Warn about, and return, weights that should be quantized but are not, and are not listed as unquantized.
 
         Args:
-            plain: of the family.
+            plain: the family's unquantized weights.
         """
         unlisted = sorted(
             name
@@ -209,8 +209,8 @@ class QuantizationConfig:
         )
         if unlisted:
             logger.warning(
-                "--hf-checkpoint has %d matrices unquantized that its quantization_config does not list as such, for "
-                "example %s; engines may read them as quantized ones.", len(unlisted), unlisted[0],
+                "--hf-checkpoint has %d unquantized matrices that its quantization_config does not list as such, for "
+                "example %s; engines may read them as quantized.", len(unlisted), unlisted[0],
             )  # fmt: skip
         return unlisted
 
@@ -225,9 +225,9 @@ def _part_name(name: str, part: str) -> str:
 def read_quantization(
     quantization_config: Config | None, *, scale_dtype: torch.dtype = torch.bfloat16
 ) -> QuantizationConfig | None:
-    """Return what the config of a quantized checkpoint says; None for an unquantized one.
+    """Parse the config of a quantized checkpoint; None for an unquantized one.
 
-    Args and errors are those of :func:`read_format`.
+    See :func:`read_format` for arguments and errors.
     """
     weight_format = read_format(quantization_config, scale_dtype=scale_dtype)
     if weight_format is None or quantization_config is None:
@@ -241,10 +241,10 @@ def read_format(
     """Return the format of a quantized checkpoint; None for an unquantized one.
 
     Args:
-        scale_dtype: of the scales of integers: the one in which engines hold unquantized weights.
+        scale_dtype: dtype of integer formats' scales: the one in which engines hold unquantized weights.
 
     Raises:
-        ConfigError: the format, or a variant of it, cannot be made; the message names it and those that can.
+        ConfigError: the format or variant is not supported; the message names it and the supported ones.
     """
     if not quantization_config:
         return None
@@ -269,7 +269,7 @@ def read_format(
 
 
 def _check_lists(quantization_config: Config) -> None:
-    """Refuse what is not a list of names, or names by no regular expression."""
+    """Check that the ignore lists are lists of names with valid regular expressions."""
     for key in ("ignore", *FP8_LISTS):
         entries = quantization_config.get(key) or []
         try:
@@ -285,10 +285,10 @@ def _check_lists(quantization_config: Config) -> None:
 
 
 class IgnoredModules:
-    """Tells which modules a config leaves unquantized, in the way engines read its list.
+    """The modules that a config leaves unquantized, matched the way engines match them.
 
-    An fp8 list holds parts of paths (``mlp.gate``, ``model.layers.0``); one of compressed-tensors names in full, or
-    regular expressions after ``re:``.
+    An fp8 list holds parts of paths (``mlp.gate``, ``model.layers.0``).  A compressed-tensors list holds full names,
+    or regular expressions prefixed with ``re:``.
     """
 
     def __init__(self, quantization_config: Config) -> None:
@@ -300,7 +300,7 @@ class IgnoredModules:
         self._lengths = sorted({name.count(".") + 1 for name in self._names})
 
     def find(self, module: str) -> str | None:
-        """Return the entry that covers the module ``model.layers.0.mlp.gate``, if one does."""
+        """Return the entry that covers ``module`` (such as ``model.layers.0.mlp.gate``), or None."""
         if not self._are_paths:
             if module in self._names:
                 return module
@@ -316,7 +316,7 @@ class IgnoredModules:
 
 def _fp8(config: Config) -> WeightFormat:
     number_format = config.get("fmt") or "e4m3"
-    # Written like DeepSeek's (e4m3) or like torch's dtype (MiniMax-M2: float8_e4m3fn).
+    # Either "e4m3" (DeepSeek) or torch's dtype name "float8_e4m3fn" (MiniMax-M2).
     if not str(number_format).removesuffix("fn").endswith("e4m3"):
         raise _unsupported(f"fp8 with fmt {number_format}")
     scheme = config.get("activation_scheme", "dynamic")

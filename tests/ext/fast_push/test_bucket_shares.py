@@ -41,7 +41,7 @@ def test_ranks_that_received_other_bytes_of_what_both_hold_are_told() -> None:
     other = FLAT.clone()
     other[MANIFEST.buckets[0].slices[4].offset] ^= 1
     texts, problems = merged(told(0), told(1, other))
-    assert problems == ["rank 1 has received other bytes of t4 than the ranks before it"]
+    assert problems == ["rank 1 received different bytes of t4 than earlier ranks"]
 
 
 def test_slices_far_apart_are_copied_apart() -> None:

@@ -63,7 +63,7 @@ def test_abandoning_frees_those_who_wait() -> None:
 
 def test_a_member_that_does_not_come_ends_the_joining_of_the_others_at_the_deadline() -> None:
     errors = members(lambda rank, port: join(rank, port, timeout_s=1.0), missing=(2,))
-    assert "only 2 members came" in str(errors[0])
+    assert "only 2 members joined" in str(errors[0])
     assert "--weight-update-timeout-s" in str(errors[1])
 
 

@@ -287,7 +287,7 @@ def test_pieces_that_never_become_whole_are_a_problem():
     load.begin(manifest)
     load.load(0, fill(manifest, tensors)[0])
     load.finish()
-    assert load.problems == ["decay did not come, or not all that belongs to it"]
+    assert load.problems == ["decay, or a tensor loaded with it, did not arrive completely"]
 
 
 def test_too_much_to_hold_goes_through_the_plan(monkeypatch):

@@ -142,9 +142,9 @@ def narrow(layer: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("step", "why"),
     [
-        (counting(), "repacked once more, weight are not what they were"),
-        (make_once(), "repacked once more, sums are not what they were"),
-        (narrow, "it needs 384 bytes beside those that it serves from"),
+        (counting(), "repacking it a second time changes weight"),
+        (make_once(), "repacking it a second time changes sums"),
+        (narrow, "loading it needs 384 bytes in addition to those that it serves from"),
     ],
 )
 def test_a_layer_that_cannot_be_repacked_serves_and_refuses_pushes(step: Step, why: str) -> None:

@@ -333,7 +333,7 @@ def test_ranks_that_disagree_are_a_problem(monkeypatch):
     problems = engine.acknowledge_weight_update("p")["problems"]
     assert problems[0] == "rank 1: o: wrong"
     names = [bucket.slices[0].name for bucket in manifest.buckets]
-    differing = [f"rank 1 has received other bytes of {name} than the ranks before it" for name in names]
+    differing = [f"rank 1 received different bytes of {name} than earlier ranks" for name in names]
     assert problems[1:] == differing
 
 
@@ -423,5 +423,5 @@ def test_a_bucket_takes_no_other_tensor_than_the_manifests(tmp_path, stored):
     entries, bucket = pack_whole([("weight", (2, 3), torch.float32)])
     save_file({"weight" if stored is not None else "other": torch.zeros(1) if stored is None else stored},
               tmp_path / "model.safetensors")  # fmt: skip
-    with pytest.raises(WeightSyncError, match=r"weight should be float32 \[2, 3\], and on disk is"):
+    with pytest.raises(WeightSyncError, match=r"weight should be float32 \[2, 3\], but on disk is"):
         read_bucket(read_layout(tmp_path), bucket, Manifest(tuple(entries), (bucket,)), [0])

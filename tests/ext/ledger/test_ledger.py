@@ -160,7 +160,7 @@ def test_samples_of_rows_that_have_changed_since_are_not_used(tmp_path, caplog, 
     monkeypatch.setattr(NumberedSource, "content_digest", lambda source: "with another grader in its metadata")
     process = Process(tmp_path)
     assert process.rollout(0) == [0, 1]
-    assert set(process.generated) == {0, 1, 2} and "it ran with another content of prompt_data" in caplog.text
+    assert set(process.generated) == {0, 1, 2} and "these flags differ: content of prompt_data" in caplog.text
 
 
 def test_with_other_batch_flags_groups_are_used_and_rollouts_are_not(tmp_path):
@@ -255,7 +255,7 @@ class Flags(Namespace):
 
 def test_a_ledger_that_another_job_writes_is_refused_wherever_the_flag_is(tmp_path):
     locks = lock_folders(parts(Flags(save=f"{tmp_path}/a", no_rollout_ledger=False)).outputs, {})
-    with pytest.raises(ConfigError, match="^--rollout-ledger-dir .*belongs to a job that is running"):
+    with pytest.raises(ConfigError, match="^--rollout-ledger-dir .*belongs to a running job"):
         other = Flags(save=f"{tmp_path}/b", rollout_ledger_dir=f"{tmp_path}/a/ledger", no_rollout_ledger=False)
         lock_folders(parts(other).outputs, {})
     for lock in locks:

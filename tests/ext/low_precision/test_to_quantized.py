@@ -200,7 +200,7 @@ def test_flags_that_cannot_work_are_refused(arguments, message):
 
 def test_groups_that_do_not_divide_a_weight_are_refused_before_anything_is_written(tmp_path):
     source = write_folder(tmp_path / "plain", tensors_of("qwen3"))
-    with pytest.raises(ConfigError, match="has 160 columns, which are no whole number of groups of 64"):
+    with pytest.raises(ConfigError, match="has 160 columns, which is not a multiple of the group size 64"):
         rewrite_folder(to_int4(64), source, tmp_path / "int4")
     assert not (tmp_path / "int4").exists()
     with pytest.raises(ConfigError, match="--group-size is 12"):

@@ -177,7 +177,7 @@ def test_a_keeper_on_another_node_serves_where_the_first_one_is_damaged(ranks):
     assert ask([rank.holds.remote(5) for rank in ranks]) == [True, True]
     with pytest.raises(DataError, match="digest.*died"):
         ask(ranks[1].fetch_copy.remote(1, 5, keepers[:2], 60.0))
-    with pytest.raises(DataError, match="has none after rollout 4"):
+    with pytest.raises(DataError, match="has no copy after rollout 4"):
         ask(ranks[1].fetch_copy.remote(1, 4, keepers, 60.0))
 
 
@@ -188,7 +188,7 @@ def test_a_dead_keeper_means_the_checkpoint(ranks, copies, caplog):
     ray.kill(keeper)
     anew(ranks)
     assert copies.fetch(ranks) is None
-    assert "goes on from its last checkpoint" in caplog.text
+    assert "resumes from its last checkpoint" in caplog.text
 
 
 def test_the_place_of_a_dead_keeper_is_taken_at_the_next_copy(ranks, copies, caplog):

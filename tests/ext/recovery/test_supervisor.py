@@ -48,8 +48,8 @@ if number == 2:
 """
     assert start(body) == (0, 3)
     said = capfd.readouterr().err
-    assert "the driver failed (killed by SIGKILL); it is started again, 1 of 3 times" in said
-    assert "the driver failed (EngineDiedError: the manager died); it is started again, 2 of 3 times" in said
+    assert "the driver failed (killed by SIGKILL); restarting it, 1 of 3 times" in said
+    assert "the driver failed (EngineDiedError: the manager died); restarting it, 2 of 3 times" in said
 
 
 @pytest.mark.parametrize("code", [0, 2, 130])

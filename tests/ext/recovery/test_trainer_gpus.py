@@ -97,7 +97,7 @@ def test_a_node_that_is_to_go_is_left_at_once_for_the_reserve_and_else_waited_fo
 def test_without_a_node_the_run_ends_with_what_is_missing(cluster):
     found = gpus(0)
     cluster.table |= {0: "", 1: ""}
-    with pytest.raises(ProcessError, match=r"2 of the trainer's 2 GPUs .* within 60 s .* of 0 GPUs in reserve 0 "):
+    with pytest.raises(ProcessError, match=r"2 of the trainer's 2 GPUs .* within 60 s .* of 0 spare GPUs 0 "):
         found.find_again()
 
 

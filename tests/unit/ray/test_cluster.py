@@ -173,7 +173,7 @@ def test_files_that_another_user_may_have_put_there_are_not_followed(
 ) -> None:
     change({"session": by_hand.session, "sockets": by_hand.session / "sockets"}[what])
     assert own_cluster() is None
-    assert message in caplog.text and "give its address by RAY_ADDRESS" in caplog.text
+    assert message in caplog.text and "set RAY_ADDRESS to its address" in caplog.text
 
 
 @AS_ROOT
@@ -249,7 +249,7 @@ def test_a_gcs_may_be_silent_for_some_time_and_not_longer(fake_ray: FakeRay) -> 
 
 def test_a_node_that_the_gcs_counts_as_dead_is_named(fake_ray: FakeRay) -> None:
     fake_ray.answer = [False]
-    with pytest.raises(ProcessError, match="counts this node, the driver's, as dead: its raylet"):
+    with pytest.raises(ProcessError, match="considers the driver's node dead: its raylet"):
         RayServers().check()
 
 

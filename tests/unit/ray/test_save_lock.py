@@ -49,7 +49,7 @@ def test_the_lock_of_a_killed_job_is_taken_over_and_said(tmp_path, other_job, ca
     other_job.wait(timeout=20)
     with caplog.at_level(logging.WARNING):
         lock = SaveLock(tmp_path)
-    assert f"a job that has ended: host {socket.gethostname()}, pid {other_job.pid}" in caplog.text
+    assert f"a job that ended: host {socket.gethostname()}, pid {other_job.pid}" in caplog.text
     assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
     lock.release()
 
@@ -78,7 +78,7 @@ def test_each_folder_has_a_lock_inside_another_one_too_and_a_folder_of_two_flags
     actor, inside = tmp_path / "run", tmp_path / "run/critic"
     locks = lock_folders({"--save": str(actor), "critic": str(inside), "--other": f"{actor}/", "--none": None}, {})
     assert [lock.path.parent for lock in locks] == [actor, inside]
-    with pytest.raises(ConfigError, match=f"critic .*critic belongs to a job that is running.*pid {os.getpid()}"):
+    with pytest.raises(ConfigError, match=f"critic .*critic belongs to a running job.*pid {os.getpid()}"):
         lock_folders({"--save": str(tmp_path / "other"), "critic": inside}, {})
     for lock in (*locks, SaveLock(tmp_path / "other")):  # the refused job holds nothing
         lock.release()
@@ -94,7 +94,7 @@ def test_files_and_folders_that_are_exchanged_whole_are_locked_by_name(tmp_path)
         [lock] = lock_folders({}, {"--flag": f"{tmp_path}/{name}"})
         assert lock.path == tmp_path / lock_path and not (tmp_path / "copy").exists()
         [neighbour] = lock_folders({}, {"--flag": f"{tmp_path}/another_{name}"})
-        with pytest.raises(ConfigError, match="--mine .*belongs to a job that is running"):
+        with pytest.raises(ConfigError, match="--mine .*belongs to a running job"):
             lock_folders({}, {"--mine": f"{tmp_path}/./{name}"})
         lock.release()
         neighbour.release()
@@ -117,7 +117,7 @@ def test_two_jobs_that_share_what_either_reads_back_are_not_both_started(tmp_pat
     other = {name: value and f"other/{value}" for name, value in OUTPUTS.items()}
     assert [lock.release() for lock in lock_outputs(job(tmp_path, **other), {})]
     flag = "--" + shared.replace("_", "-")
-    with pytest.raises(ConfigError, match=f"^{flag} .*belongs to a job that is running"):
+    with pytest.raises(ConfigError, match=f"^{flag} .*belongs to a running job"):
         lock_outputs(job(tmp_path, **other | {shared: OUTPUTS[shared]}), {})
     for lock in locks:
         lock.release()

@@ -70,7 +70,7 @@ def test_three_starts_have_the_flag_and_two_minutes_each_and_the_run_ends_with_t
     monkeypatch.setattr(group, "_launch", launch)
     monkeypatch.setattr(group_module, "wait_for", wait_for)
     group.report(0, EngineEvent.DIED, "it was killed by signal 9")
-    with pytest.raises(EngineDiedError, match="killed by signal 9.*3 new ones did not start: DeadlineError"):
+    with pytest.raises(EngineDiedError, match="killed by signal 9.*3 replacements did not start: DeadlineError"):
         group.wait_settled(60)
     assert given == pytest.approx([50 + 120] * 3, abs=1) and group.states == [EngineState.RETIRED]
     # Each gets 15 s for its own end, does not take them, and is killed all the same before the next one starts.
@@ -168,15 +168,15 @@ def test_what_dies_of_a_start_beside_the_servers_that_are_waited_for_ends_it(mon
     monkeypatch.setattr(group_module, "ray", Namespace(wait=lambda refs, **_: (["returned"], ["waited for"])))
     asked: list[Any] = []
     monkeypatch.setattr(group_module, "exits_of", lambda actors, timeout_s: asked.append(actors) or {})
-    group.raise_if_started_in_vain()
+    group.raise_if_startup_failed()
     assert asked == [{0: [group.all_engines[1]]}]
     monkeypatch.setattr(group_module, "exits_of", lambda actors, timeout_s: {0: "its log"})
     with pytest.raises(
         EngineDiedError, match=r"engine 0 \(regular\) of model 'm' ended while others started: its log"
     ):
-        group.raise_if_started_in_vain()
+        group.raise_if_startup_failed()
     group.router = Namespace(process=Namespace(describe_end=lambda: "router ended with status 1"))
     with pytest.raises(
         EngineDiedError, match="router ended with status 1\nThe router ended while the engines started"
     ):
-        group.raise_if_started_in_vain()
+        group.raise_if_startup_failed()

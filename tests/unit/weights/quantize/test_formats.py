@@ -82,5 +82,5 @@ def test_the_config_names_the_matrices_that_are_kept():
 
 def test_a_weight_with_more_scales_than_the_config_says_is_named():
     stored = {"up.weight": torch.ones(2, 4).to(FP8), "up.weight_scale": torch.ones(3)}
-    with pytest.raises(DataError, match=r"up\.weight has 3 scales and must have one"):
+    with pytest.raises(DataError, match=r"up\.weight has 3 scales; config\.json says one per tensor"):
         read_weight("up.weight", stored.__getitem__, stored, TensorFp8())

@@ -84,7 +84,7 @@ def test_shapes_are_kept_without_rows_and_refused_without_whole_groups() -> None
         parts = PackedFp4().quantize("e.weight", torch.zeros(rows, columns), check_finite=True)
         outputs = PackedFp4().outputs("e.weight", (rows, columns))
         assert {part: (tuple(tensor.shape), tensor.dtype) for part, tensor in parts.items()} == outputs
-    with pytest.raises(ConfigError, match=r"e\.weight has rows of 40; in four bits they are multiples of 32"):
+    with pytest.raises(ConfigError, match=r"e\.weight has 40 columns; FP4 needs a multiple of 32"):
         Quantizer(PackedFp4(), {"e.weight"}).quantize("e.weight", torch.zeros(4, 40))
 
 

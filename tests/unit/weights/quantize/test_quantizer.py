@@ -230,7 +230,7 @@ def test_files_show_four_bits_beside_eight_and_scales_of_one_byte() -> None:
             read_weight(name, files.__getitem__, files, BlockFp8((128, 128))), found.dequantize(name, parts)
         )
     assert Quantizer(found, {"a.weight"}).block is None, "slices would have scales of four bytes"
-    with pytest.raises(ConfigError, match=r"e\.weight has rows of 40; in four bits they are multiples of 32"):
+    with pytest.raises(ConfigError, match=r"e\.weight has 40 columns; FP4 needs a multiple of 32"):
         found.outputs("e.weight", (8, 40))
 
 
