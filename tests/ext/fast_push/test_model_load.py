@@ -305,7 +305,7 @@ def test_too_much_to_hold_for_a_loader_that_computes_is_a_problem(monkeypatch):
     load = ModelLoad(Computing())
     load.model.decay = parameter(4, 1)
     problems = push(load, cut_buckets(tensors), tensors)
-    assert "1 tensors (decay) come in slices, must be whole" in problems[0]
+    assert "1 tensors (decay) arrive in slices, must be whole" in problems[0]
 
 
 # --- tensors that wait for the rest of themselves, or for each other ------------------------------------------------

@@ -314,7 +314,7 @@ def test_buckets_arrive_over_a_group(monkeypatch):
     engine.leave_weight_group("g")
     channel.leave()
     engine.receive_weight_bucket("p", 0, "g")
-    assert "in no weight group 'g'" in engine.acknowledge_weight_update("p")["problems"][0]
+    assert "not in weight group 'g'" in engine.acknowledge_weight_update("p")["problems"][0]
 
 
 def test_ranks_that_disagree_are_a_problem(monkeypatch):
@@ -414,7 +414,7 @@ def test_a_constant_bucket_is_held_by_all_ranks_of_an_engine_or_by_none(monkeypa
 def test_what_is_no_report_of_a_loader_is_an_error_of_the_engine(monkeypatch, answer):
     engine = InProcess(Fused())
     monkeypatch.setattr(engine, "_request", lambda method, path, *_, **__: answer)
-    with pytest.raises(EngineError, match="engine 0 answered begin_weight_update with .*no report of its loader"):
+    with pytest.raises(EngineError, match="engine 0 answered begin_weight_update with .*not a report of its loader"):
         engine.begin_weight_update("m", "p")
 
 

@@ -107,7 +107,7 @@ def test_a_file_beside_the_recorded_ones_is_refused(folder):
     index["weight_map"]["more"] = "more.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"more": torch.ones(1)}, folder / "more.safetensors")
-    with pytest.raises(DataError, match="more.safetensors is not one of the files that were written"):
+    with pytest.raises(DataError, match="more.safetensors is not among the files written"):
         read_all(folder)
 
 

@@ -117,7 +117,7 @@ def test_what_is_packed_is_read_back_as_it_was_quantized(weight_format, name):
 
 
 def test_a_group_that_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match="x.weight has 100 columns.*groups of 32"):
+    with pytest.raises(ConfigError, match="x.weight has 100 columns.*group size 32"):
         GroupInt(4, 32, True).outputs("x.weight", (8, 100))
     with pytest.raises(ConfigError, match="--group-size"):
         GroupInt(4, 32, True).quantize("x.weight", torch.zeros(8, 100), check_finite=False)

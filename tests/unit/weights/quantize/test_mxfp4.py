@@ -97,7 +97,7 @@ def test_shapes_are_kept_without_rows_and_refused_without_whole_groups() -> None
 )
 def test_integers_are_numbers_of_four_bits_by_the_dtype_of_their_scale(weight: Tensor, scale: Tensor) -> None:
     stored = {"e.weight": weight, "e.scale": scale}
-    with pytest.raises(DataError, match=f"{weight.dtype} with a scale in {scale.dtype}; .*torch.float8_e8m0fnu"):
+    with pytest.raises(DataError, match=f"{weight.dtype} with scales in {scale.dtype}; .*torch.float8_e8m0fnu"):
         read_weight("e.weight", stored.__getitem__, stored, None)
     stored["e.scale"] = torch.ones(4, 1).to(torch.float8_e8m0fnu)
     assert read_weight("e.weight", stored.__getitem__, stored, None).shape == (4, 32)
