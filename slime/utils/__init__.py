@@ -1,1 +1,1 @@
-"""The kit that plug-in authors import; it imports nothing else of slime.  A test lists its files."""
+"""Utilities for plug-in authors.  A contract test fixes the list of files."""

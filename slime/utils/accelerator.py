@@ -1,7 +1,7 @@
-"""The accelerator that this process computes on, for plug-ins that name no kind: torch's module of it.
+"""Device-agnostic access to this process's accelerator, for plug-ins: wraps torch's module for it.
 
-``SLIME_ACCELERATOR`` names the kind (cuda, cpu); by default it is cuda if there is one, else cpu.  A function that
-is not here is the one of that name in torch's module (``torch.cuda``).
+``SLIME_ACCELERATOR`` names the kind (cuda, cpu); the default is cuda if available, else cpu.  Functions not defined
+here are looked up in torch's module for that kind (``torch.cuda``).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from slime.utils.errors import ConfigError
 
 
 def device_type() -> str:
-    """Return the kind of accelerator, as ``torch.device`` takes it.
+    """Return the kind of accelerator, as accepted by ``torch.device``.
 
     Raises:
-        ConfigError: ``SLIME_ACCELERATOR`` names one that torch does not have.
+        ConfigError: ``SLIME_ACCELERATOR`` names a kind that torch does not have.
     """
     kind = env.accelerator()
     if kind is None:
@@ -33,23 +33,23 @@ def _module() -> Any:
 
 
 def is_available() -> bool:
-    """Return True when there is an accelerator beside the CPU."""
+    """Return True if there is an accelerator other than the CPU."""
     return device_type() != "cpu" and bool(_module().is_available())
 
 
 def current_device() -> Any:
-    """Return what names this process's device to torch: an index, or "cpu"."""
+    """Return this process's device: an index, or "cpu"."""
     return _module().current_device()
 
 
 def set_device(device: Any) -> None:
-    """Make ``device`` the one of this process."""
+    """Set this process's device."""
     if is_available():
         _module().set_device(device)
 
 
 def device_count() -> int:
-    """Return how many accelerators this process sees; 0 without one."""
+    """Return the number of accelerators visible to this process; 0 without one."""
     return int(_module().device_count()) if is_available() else 0
 
 
@@ -60,23 +60,23 @@ def synchronize() -> None:
 
 
 def empty_cache() -> None:
-    """Return the allocator's cached blocks."""
+    """Release the allocator's cached blocks."""
     if is_available():
         _module().empty_cache()
 
 
 def memory_allocated() -> int:
-    """Return bytes in tensors; 0 without an accelerator."""
+    """Return the bytes held by tensors; 0 without an accelerator."""
     return int(_module().memory_allocated()) if is_available() else 0
 
 
 def memory_reserved() -> int:
-    """Return bytes that the allocator holds; 0 without an accelerator."""
+    """Return the bytes held by the allocator; 0 without an accelerator."""
     return int(_module().memory_reserved()) if is_available() else 0
 
 
 def mem_get_info() -> tuple[int, int]:
-    """Return bytes that are free, and all bytes, of the device; zeros without an accelerator."""
+    """Return the device's free and total bytes; zeros without an accelerator."""
     if not is_available():
         return 0, 0
     free, total = _module().mem_get_info()

@@ -1,6 +1,6 @@
-"""An aiohttp application in a thread with an event loop of its own.
+"""Runs an aiohttp application in a thread with a separate event loop.
 
-An adapter serves hundreds of agents; in its own thread it neither waits for the rollout's loop nor holds it up.
+An adapter serves hundreds of agents; in a separate thread it neither waits for the rollout's loop nor blocks it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0
 KEEPALIVE_S = 30.0
-"""A connection without a request, or with a part of its headers, is closed after it; clients drop theirs earlier."""
+"""Seconds after which a connection without a complete request header is closed; clients drop idle ones earlier."""
 _QUIET_PATHS = ("/healthz", "/v1/messages/count_tokens")
 
 
 def door() -> Any:
-    """Return the middleware that lets in whom :mod:`slime.utils.http_door` does not refuse."""
+    """Return middleware that rejects requests refused by :mod:`slime.utils.http_door`."""
     own = own_names()
 
     @web.middleware
@@ -49,7 +49,7 @@ def door() -> Any:
 
 
 class FilteredAccessLogger(AbstractAccessLogger):
-    """An access log of failed requests; the others, and health checks, only at DEBUG level."""
+    """Logs failed requests; successful ones and health checks only at DEBUG level."""
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         went_well = response.status < 400 or request.path in _QUIET_PATHS
@@ -63,14 +63,14 @@ class AppHandle:
 
     host: str
     port: int
-    """The port it listens at, chosen by the system when 0 was asked for."""
+    """The port it listens on; chosen by the system if 0 was requested."""
     thread: threading.Thread
     loop: asyncio.AbstractEventLoop
     runner: web.AppRunner
     _finished: asyncio.Event = field(repr=False)
 
     def stop(self, timeout_sec: float = STOP_TIMEOUT_S) -> None:
-        """Stop listening, end open requests, end the thread.  Does nothing the second time.
+        """Stop listening, end open requests and the thread.  Idempotent.
 
         Raises:
             DeadlineError: the thread did not end in time.
@@ -78,7 +78,7 @@ class AppHandle:
         if not self.loop.is_closed():
             try:
                 self.loop.call_soon_threadsafe(self._finished.set)
-            except RuntimeError:  # it closed in between
+            except RuntimeError:  # the loop closed in between
                 return
         self.thread.join(timeout_sec)
         if self.thread.is_alive():
@@ -95,15 +95,15 @@ def run_app_in_thread(
     start_timeout_sec: float = 15.0,
     runner_kwargs: Mapping[str, Any] | None = None,
 ) -> AppHandle:
-    """Serve ``app`` from a daemon thread, and return when it listens.
+    """Serve ``app`` from a daemon thread; returns once it listens.
 
     Args:
-        app: the application; it belongs to the thread from now on.
+        app: the application; owned by the thread from now on.
         port: 0 lets the system choose.
 
     Raises:
         DeadlineError: it does not listen within ``start_timeout_sec``.
-        ProcessError: it cannot listen; the cause is what the server raised.
+        ProcessError: it cannot listen; the cause is the server's error.
     """
     started: Future[AppHandle] = Future()
 
@@ -133,7 +133,7 @@ def run_app_in_thread(
     def main() -> None:
         try:
             asyncio.run(serve())
-        except BaseException as error:  # handed to the thread that waits, or to the log
+        except BaseException as error:  # passed to the waiting thread, or logged
             if started.done():
                 logger.exception("The server of thread %s ended.", thread_name)
             else:

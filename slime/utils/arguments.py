@@ -1,4 +1,4 @@
-"""The old path of ``slime.flags.parse``, for drivers written for upstream; it knows the flags of extensions, too."""
+"""Old path of ``slime.flags.parse``, for drivers written for upstream; includes the flags of extensions."""
 
 from argparse import Namespace
 
@@ -21,10 +21,10 @@ def get_slime_extra_args_provider(add_custom_arguments: AddArguments | None = No
 
 
 def slime_validate_args(args: Namespace) -> None:
-    """Complete and check ``args``, flags as they were given."""
+    """Derive missing values of ``args``, which holds flags as given, and check them."""
     parse.slime_validate_args(args, parser_of(args, flag_groups()))
 
 
 def parse_megatron_role_args(args: Namespace, megatron_config_path: str | None, role: str) -> Namespace:
-    """Return the args of a role, as :func:`slime.flags.critic.parse_megatron_role_args` says."""
+    """Return the args of a role; see :func:`slime.flags.critic.parse_megatron_role_args`."""
     return critic.parse_megatron_role_args(args, megatron_config_path, role, parser_of(args, flag_groups()))

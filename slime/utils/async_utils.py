@@ -1,7 +1,7 @@
 """One event loop in a background thread, for synchronous code that needs coroutines.
 
-A rollout function is synchronous; its requests are not.  ``run(coroutine)`` crosses that line.  The loop lives as long
-as the process, so connections and semaphores made on it stay valid from one rollout to the next.
+A rollout function is synchronous, but its requests are not; ``run(coroutine)`` bridges the two.  The loop lives as
+long as the process, so connections and semaphores created on it stay valid across rollouts.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 86400.0
-"""Longest wait of ``run``; the default of ``--rollout-timeout-s``."""
+"""Default timeout of ``run`` in seconds; also the default of ``--rollout-timeout-s``."""
 STALL_TIMEOUT_S = 600.0
-"""Longest time that the loop may be blocked; the default of ``--loop-stall-timeout-s``."""
+"""Seconds that the loop may be blocked; the default of ``--loop-stall-timeout-s``."""
 STALL_WARNING_S = 10.0
-"""A block of this length is named in the log, and then one of twice that length, and so on."""
+"""Seconds of blocking after which a warning is logged; repeated after twice, four times ... as long."""
 BEAT_S = 1.0
-"""Interval of the heartbeat."""
+"""Seconds between heartbeats."""
 INTERPRETER_MARGIN_S = 60.0
-"""Beyond the stall timeout: code that holds the interpreter's lock, so that no thread can say anything, has ended the
-process by then."""
+"""Seconds beyond the stall timeout after which the process is ended, if code holds the GIL so that no Python thread
+can report the stall."""
 STDERR = 2
 OBJECTS_PER_REQUEST = 256
-"""Containers that a request in flight keeps alive: its tasks, connection, buffers, sample and spans."""
+"""Container objects kept alive by a request in flight: tasks, connection, buffers, sample and spans."""
 MIN_YOUNG_OBJECTS = 20_000
 
 
@@ -49,7 +49,7 @@ class StallTimeout:
 
 
 class LoopWatch:
-    """Heartbeat of an event loop, kept from the thread that waits for it."""
+    """Monitors an event loop by heartbeats, from the thread that waits for it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
         self._loop = loop
@@ -64,7 +64,7 @@ class LoopWatch:
         self._loop.call_soon_threadsafe(self._answered.set)
 
     def look(self) -> None:
-        """Send a beat when the last one was answered; otherwise say what blocks the loop.
+        """Send a heartbeat if the last one was answered; otherwise log what blocks the loop.
 
         Raises:
             DeadlineError: the loop has been blocked for ``--loop-stall-timeout-s``.
@@ -83,15 +83,15 @@ class LoopWatch:
         )
         if passed_s >= limit_s:
             raise DeadlineError(
-                f"{blocked}\nMeanwhile no request and no deadline of the rollout is served. Await instead of blocking "
+                f"{blocked}\nMeanwhile the rollout handles no requests and no deadlines. Await instead of blocking "
                 "(asyncio.to_thread for slow synchronous code), or raise --loop-stall-timeout-s."
             )
-        logger.warning("%s\nThe run ends when this lasts %g s (--loop-stall-timeout-s).", blocked, limit_s)
+        logger.warning("%s\nThe run ends if this lasts %g s (--loop-stall-timeout-s).", blocked, limit_s)
         self._warn_s *= 2
 
 
 class AsyncLoopThread:
-    """An event loop that runs in its own daemon thread."""
+    """An event loop in a daemon thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -104,16 +104,16 @@ class AsyncLoopThread:
         while True:
             try:
                 return self.loop.run_forever()
-            except BaseException as error:  # a task raised SystemExit; whoever waits in run() raises it
+            except BaseException as error:  # a task raised SystemExit; run() raises it to its caller
                 logger.error("%s ended a task of the background loop.", type(error).__name__, exc_info=error)
                 self._escaped = error
 
     def is_alive(self) -> bool:
-        """Return True while the loop serves; False in a forked child, which has the object but not the thread."""
+        """Return True while the loop runs; False in a forked child, which has the object but not the thread."""
         return self._thread.is_alive() and self.loop.is_running()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
-        """Run the coroutine and return its result; it is cancelled when the wait ends early (deadline or Ctrl-C)."""
+        """Run the coroutine and return its result; cancel it if the wait ends early (deadline or Ctrl-C)."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise ProcessError("run() was called on the background loop itself; await the coroutine instead.")
@@ -155,7 +155,7 @@ class AsyncLoopThread:
 
 
 async def _outcome(coroutine: Coroutine[Any, Any, T]) -> tuple[T | None, Exception | None]:
-    """Return the result of a coroutine, or what it raised: a future would copy a TimeoutError without its notes."""
+    """Return a coroutine's result or exception, because a future would copy a TimeoutError without its notes."""
     try:
         return await coroutine, None
     except Exception as error:
@@ -163,8 +163,9 @@ async def _outcome(coroutine: Coroutine[Any, Any, T]) -> tuple[T | None, Excepti
 
 
 def _arm() -> None:
-    """Have the process end with its frames unless this is called again: code that holds the interpreter's lock stops
-    every thread but this watch, which is not Python's.
+    """Rearm a watchdog that dumps all stacks and ends the process.
+
+    It is a C thread, so it works even while code holds the GIL and stops all Python threads.
     """
     faulthandler.dump_traceback_later(StallTimeout.seconds + INTERPRETER_MARGIN_S, exit=True, file=STDERR)
 
@@ -189,11 +190,11 @@ def get_async_loop() -> AsyncLoopThread:
 
 
 def run(coroutine: Coroutine[Any, Any, T], timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
-    """Run the coroutine and return its result; it is cancelled when the wait ends early (deadline or Ctrl-C).
+    """Run the coroutine and return its result; cancel it if the wait ends early (deadline or Ctrl-C).
 
     Raises:
-        DeadlineError: it did not end within ``timeout_s`` seconds (it is cancelled then), or something blocked the
-            loop for ``--loop-stall-timeout-s``.
+        DeadlineError: it did not end within ``timeout_s`` seconds, or something blocked the loop for
+            ``--loop-stall-timeout-s``.
         HookError: a task of the loop raised SystemExit or KeyboardInterrupt.
     """
     return get_async_loop().run(coroutine, timeout_s)
@@ -203,11 +204,11 @@ def run(coroutine: Coroutine[Any, Any, T], timeout_s: float = DEFAULT_TIMEOUT_S)
 def tune_garbage_collection(num_requests: int) -> None:
     """Exclude long-lived objects from garbage collection, and collect less often.
 
-    Half a million objects of torch and transformers live as long as the process; they are frozen.  A collection starts
-    once there are more new objects than ``num_requests`` in flight need.  With Python's default threshold, 700, it
-    scans the same live requests again and again, for a third of the client's processor time.
+    Half a million objects of torch and transformers live as long as the process, so they are frozen.  A collection
+    starts once there are more new objects than ``num_requests`` requests in flight need.  With Python's default
+    threshold of 700, collections repeatedly scan live requests, for a third of the client's CPU time.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(max(MIN_YOUNG_OBJECTS, OBJECTS_PER_REQUEST * num_requests), 10, 10)
-    atexit.register(gc.unfreeze)  # libraries that look for leaks at the end must find what they left
+    atexit.register(gc.unfreeze)  # libraries that check for leaks at exit must see their objects

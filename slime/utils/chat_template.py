@@ -1,6 +1,6 @@
-"""A model's chat template at work: what it gets, bounded in memory and output, and its text looked at.
+"""Applies a model's chat template, with bounded memory and output, and checks the rendered text.
 
-Templates are programs that somebody else wrote.  One that is quiet on a row may take all memory on the next.
+Templates are third-party programs: one that works on a row may use up all memory on the next.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from slime.utils.errors import DataError
 from slime.utils.files import parse_object
 
 MEMORY_BYTES = 2 << 30
-"""That this process may grow by while a template renders; a text of the longest allowed takes a hundredth."""
+"""Maximum growth of this process while a template renders; a text of the maximum length takes a hundredth of it."""
 MAX_RENDERED_CHARS = 8_000_000
-"""Twice the longest prompt."""
-REMEDY = "Mend the row, or the template of --hf-checkpoint (chat_template.jinja)."
+"""Maximum length of a rendered text: twice the longest prompt."""
+REMEDY = "Fix the row, or the template of --hf-checkpoint (chat_template.jinja)."
 ROLES = ("system", "user", "assistant", "tool")
-"""Roles that any chat template may be expected to know."""
+"""Roles that every chat template is expected to know."""
 OTHER_ROLES = ("developer", "function", "observation", "ipython")
-"""Roles of single families: gpt-oss, OpenAI's older form, GLM, Llama."""
+"""Roles specific to a family: gpt-oss, OpenAI's older form, GLM, Llama."""
 _OBJECT = re.compile(
     r"<(?:[^<>\n]|<\w+>){1,200} at 0x[0-9a-f]+>|<class '[\w.]+'>"
     r"|<(?:Macro '|Namespace \{|LoopContext \d|TemplateReference )[^<>]*>"
 )
-"""What Python or jinja show of an object that is no text."""
+"""Matches how Python or jinja print an object that is not text."""
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a call: an object; its JSON text to a template that joins it to other text, as DeepSeek's does."""
+    """Arguments of a call: an object that acts as its JSON text if a template concatenates it, as DeepSeek's does."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -48,7 +48,7 @@ class _Arguments(dict[str, Any]):
 
 
 def call_arguments(arguments: Any) -> dict[str, Any]:
-    """Return the arguments of a call as an object, also where they come as JSON text, as OpenAI writes them.
+    """Return the arguments of a call as an object; accepts an object or OpenAI's JSON text.
 
     Raises:
         ValueError: they are neither.
@@ -66,7 +66,7 @@ def call_arguments(arguments: Any) -> dict[str, Any]:
 def template_messages(
     messages: Sequence[Mapping[str, Any]], change: Callable[[Any], Any] = call_arguments
 ) -> list[dict[str, Any]]:
-    """Return messages as every template takes them: the arguments of their calls are objects, by ``change``.
+    """Return messages in the form that every template accepts: call arguments are objects, converted by ``change``.
 
     Raises:
         ValueError: see ``call_arguments``.
@@ -89,11 +89,11 @@ def template_messages(
 def apply_chat_template(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], where: str = "A conversation", **kwargs: Any
 ) -> str:
-    """Return messages as text, by the template of ``tokenizer``.
+    """Render messages as text with the tokenizer's template.
 
     Raises:
-        DataError: the template refuses the messages or takes too much memory, its text is too long or shows an
-            object, or a message has a role that the template leaves out, or that no template names.
+        DataError: the template fails on the messages or takes too much memory; the text is too long or contains a
+            printed object; or a message has a role that the template omits or that no template knows.
     """
     from jinja2 import TemplateError
 
@@ -118,24 +118,24 @@ def special_text(tokenizer: Any, token: int) -> str:
 
 
 def special_texts(tokenizer: Any) -> list[str]:
-    """Return the texts of all special tokens, the longest first."""
+    """Return the texts of all special tokens, longest first."""
     found = {str(added) for added in tokenizer.added_tokens_decoder.values() if added.special}
     return sorted(found | {tokenizer.eos_token or ""} - {""}, key=len, reverse=True)
 
 
 def text_after_end(tokenizer: Any, rest: str, alone: str, end: str) -> str | None:
-    """Return what a template writes after a turn of the assistant, without the end of that turn if it was drawn.
+    """Return what a template writes after an assistant turn, without the turn's end if the model sampled it.
 
-    The token that was drawn stays, and no other one of the template's ends the turn once more: a model that ends by
-    ``<|eom_id|>`` is not given the template's ``<|eot_id|>``.
+    The sampled token is kept, and the template's own end token is not added: a model that ends with ``<|eom_id|>``
+    does not get the template's ``<|eot_id|>`` too.
 
     Args:
-        rest: what the template writes after the words of the assistant, with the messages that follow.
-        alone: the same where no message follows; it begins with a special token if the template ends turns.
-        end: text of the special token that ended the turn; "" if none did.
+        rest: what the template writes after the assistant's words, including later messages.
+        alone: the same without later messages; begins with a special token if the template ends turns.
+        end: text of the sampled special token that ended the turn; "" if none did.
 
     Returns:
-        None where the template ends no turn, and the next one does not begin with ``end``.
+        None if the template does not end turns and the next turn does not begin with ``end``.
     """
     if not end:
         return rest
@@ -147,16 +147,16 @@ def text_after_end(tokenizer: Any, rest: str, alone: str, end: str) -> str | Non
 
 
 def refused(where: str, messages: Sequence[Mapping[str, Any]], reason: str) -> DataError:
-    """Return the error for messages that a template does not render."""
+    """Return the error for messages that a template cannot render."""
     shown = reprlib.repr(messages)[:80]
     return DataError(f"{where}: the chat template cannot render the prompt ({reason[:300]}): {shown}. {REMEDY}")
 
 
 def check_rendered(text: str, messages: Any, kwargs: Any, template: str, where: str) -> None:
-    """Check that a rendered text is not too long, and shows no object but those that a message has written out.
+    """Check that a rendered text is not too long, and contains no printed objects except those quoted in messages.
 
     Raises:
-        DataError: it does.
+        DataError: the text is too long or contains a printed object.
     """
     if len(text) > MAX_RENDERED_CHARS:
         raise refused(where, messages, f"its text has {len(text):,} characters; {MAX_RENDERED_CHARS:,} are allowed")
@@ -166,10 +166,10 @@ def check_rendered(text: str, messages: Any, kwargs: Any, template: str, where: 
 
 
 def check_roles(template: str, messages: Sequence[Mapping[str, Any]], text: str, where: str) -> None:
-    """Check that a rendered text has the messages with roles that not every template knows.
+    """Check that a rendered text includes messages whose roles not every template knows.
 
     Raises:
-        DataError: it leaves one out, or the role is none that this template or one of another family names.
+        DataError: a message is omitted, or neither this template nor another family knows its role.
     """
     for number, message in enumerate(messages):
         if message.get("role") not in ROLES:
@@ -201,12 +201,12 @@ def _texts(value: Any) -> Iterator[str]:
 
 _limit = threading.Lock()
 _outer: list[int] = []
-"""The limit before the first of the blocks under way, once for each of them."""
+"""The limit from before the first active block, once per active block."""
 
 
 @contextmanager
 def bounded_memory(num_bytes: int) -> Iterator[None]:
-    """Let the process grow by ``num_bytes`` at most in the block: beyond that allocations fail, on every thread."""
+    """Limit the process's growth in the block to ``num_bytes``; beyond that, allocations fail on every thread."""
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     with _limit:
         now, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,4 +1,4 @@
-"""The store of a process group; the group that every trainer has, gloo, and the exchange of objects over it."""
+"""Stores of process groups; every trainer's gloo group, and the exchange of objects over it."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from slime.utils.errors import ProcessError
 from slime.utils.net import format_host_port, get_free_port, is_ipv6
 
 _GROUPS: dict[str, dist.ProcessGroup] = {}
-"""By purpose, because torch.distributed has no such registry."""
+"""Purpose -> group, because torch.distributed has no such registry."""
 FILE_TIMEOUT = timedelta(hours=24)
-"""Of a wait for files that another rank writes; a run's own deadline (--train-timeout-s) ends before it."""
+"""Timeout of a wait for files that another rank writes; the run's own deadline (--train-timeout-s) is shorter."""
 _HELD: dict[int, socket.socket] = {}
-"""Ports that this process has bound for stores that it opens later."""
+"""Port -> socket that this process has bound for a store to be opened later."""
 BACKLOG = 1024
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""Read when a group is made.  Torch would end the process whose broadcast does not end; we leave the group instead."""
+"""Read when a group is created.  torch would end a process whose broadcast hangs; slime leaves the group instead."""
 _rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of that name
 _torch_store = _rendezvous._create_c10d_store
 
 
 def hold_port(address: str, first_port: int) -> int:
-    """Bind the first free port from ``first_port`` on until :func:`open_store` listens there; return it.
+    """Bind the first free port from ``first_port`` on, until :func:`open_store` listens there; return the port.
 
-    A port that is only named may be taken by another process before the ranks meet.  A bound one refuses connections,
-    so that the other ranks' time-out for the store holds.
+    A port that is not bound may be taken by another process before the ranks meet.  A bound port refuses connections,
+    so other ranks retry until their timeout for the store.
     """
-    bind_stores()  # a store that torch makes for a rendezvous in this process takes the held port, too
+    bind_stores()  # so that torch's own rendezvous store in this process uses the held port too
     port = get_free_port(first_port)
     while True:
-        held = socket.socket(_family(address))  # without SO_REUSEADDR, with which others could bind it as well
+        held = socket.socket(_family(address))  # without SO_REUSEADDR, which would let others bind it too
         try:
             held.bind((address, port))
         except OSError as error:
@@ -67,15 +67,15 @@ def _family(address: str) -> socket.AddressFamily:
 def open_store(
     address: str, port: int, *, rank: int, world_size: int, timeout: timedelta, counts_ranks: bool = False
 ) -> dist.Store:
-    """Return the store over which ranks meet; rank 0 serves it, at that address alone.
+    """Return the store through which ranks meet; rank 0 serves it, on that address only.
 
-    Torch by itself would listen on all interfaces, and the store knows no secret.  Under torchrun the store at
-    ``MASTER_PORT`` is the launcher's own, which serves it already.
+    torch itself would listen on all interfaces, and the store has no authentication.  Under torchrun, the launcher
+    already serves the store at ``MASTER_PORT``.
 
     Args:
-        timeout: longest wait for the store, and for a key in it.
-        counts_ranks: each rank counts itself and rank 0 waits for all, as in stores of torch's own rendezvous; either
-            all ranks do so or none.
+        timeout: maximum wait for the store, and for a key in it.
+        counts_ranks: True if each rank registers and rank 0 waits for all, as in torch's own rendezvous stores; must
+            be equal on all ranks.
 
     Raises:
         RuntimeError: the port is taken, or rank 0 does not answer within ``timeout``.
@@ -88,7 +88,7 @@ def open_store(
         try:
             listener = _listen(host, port).detach()
         except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:  # an address of a gateway in front of this host
+            if error.errno != errno.EADDRNOTAVAIL:  # the address belongs to a gateway in front of this host
                 raise RuntimeError(f"{format_host_port(host, port)}: {error.strerror}") from error
     return dist.TCPStore(
         host, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=counts_ranks,
@@ -97,29 +97,31 @@ def open_store(
 
 
 def bind_stores() -> None:
-    """Let stores that torch makes for a rendezvous in this process listen as those of :func:`open_store` do."""
+    """Make torch's rendezvous stores in this process listen like those of :func:`open_store`."""
     _rendezvous._create_c10d_store = _bound_store
 
 
 def _bound_store(
     hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
 ) -> dist.Store:
-    # The other ranks may be processes with torch's own stores, which wait until all have been counted.
+    # Other ranks may be processes with torch's own stores, which wait until all ranks have registered.
     return open_store(hostname, port, rank=rank, world_size=world_size, timeout=timeout, counts_ranks=True)
 
 
 def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Create the gloo group of all ranks on the first call, and return it; every rank must make that call.
+    """Return the gloo group of all ranks, creating it in the first call, which every rank must make.
 
     Args:
-        timeout: longest wait of one collective; torch's default when None.
+        timeout: timeout of one collective; None for torch's default.
     """
     return _existing_or_new("gloo", timeout)
 
 
 def init_file_group() -> dist.ProcessGroup:
-    """Create the gloo group in which ranks wait for each other's files on the first call, and return it; every rank
-    must make that call.  A rank may write for longer than a collective of training may take.
+    """Return the gloo group in which ranks wait for each other's files, creating it in the first call.
+
+    Every rank must make that call.  The group is separate because writing may take longer than a training collective's
+    timeout.
     """
     return _existing_or_new("files", FILE_TIMEOUT)
 
@@ -131,7 +133,7 @@ def _existing_or_new(name: str, timeout: timedelta | None) -> dist.ProcessGroup:
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:
-    """Return True when torch still knows the group: a process may leave one training group and join another."""
+    """Return True if torch still knows the group: a process may leave one training group and join another."""
     return group in dist.distributed_c10d._world.pg_map
 
 
@@ -143,7 +145,7 @@ def get_gloo_group() -> dist.ProcessGroup:
 
 
 def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return what each rank of ``group`` gives, in rank order; collective.  By default all ranks, over gloo."""
+    """All-gather ``own`` over ``group`` (default: all ranks, over gloo); return the values in rank order."""
     group = init_gloo_group() if group is None else group
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
@@ -151,14 +153,14 @@ def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any
 
 
 def gather_on_first(own: Any) -> list[Any] | None:
-    """Return what each rank gives, in rank order, on rank 0, and None on the others; collective."""
+    """Gather ``own`` on rank 0; return the values in rank order there, and None on other ranks.  Collective."""
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(own, everyone, dst=0, group=init_gloo_group())
     return everyone
 
 
 def object_of_first(own: Any) -> Any:
-    """Return what rank 0 gives; collective."""
+    """Broadcast: return rank 0's ``own``.  Collective."""
     box = [own]
     dist.broadcast_object_list(box, src=0, group=init_gloo_group())
     return box[0]
@@ -166,7 +168,7 @@ def object_of_first(own: Any) -> Any:
 
 @contextmanager
 def nccl_errors_left_to_us() -> Iterator[None]:
-    """Let the process outlive broken broadcasts of the groups that are made in the block."""
+    """Let the process survive broken broadcasts of groups created in the block."""
     before = env.get_str(NCCL_ERROR_HANDLING)
     env.export({NCCL_ERROR_HANDLING: "0"})
     try:

@@ -1,6 +1,6 @@
-"""Old path of the schedule, with the old signature and the old error; it is made in ``slime.train_data.schedule``.
+"""Old path, signature and error of the schedule in ``slime.train_data.schedule``.
 
-For code written against slime; nothing inside the package imports it.
+For code written against slime; nothing inside the package imports this.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: Sequence[int],
 ) -> DPSchedule:
-    """Return ``(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)``; AssertionError when
-    impossible.
+    """Return ``(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)``.
+
+    Raises:
+        AssertionError: no schedule exists.
     """
     try:
         config = schedule_config(

@@ -1,6 +1,6 @@
 """Every environment variable that slime reads or sets for a child process.
 
-Nothing else in the package touches ``os.environ``: here is the whole list, typed, with defaults.
+Nothing else in the package accesses ``os.environ``: this is the complete list, typed, with defaults.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from slime.utils.errors import ConfigError
 
 
 def get_str(name: str, default: str | None = None) -> str | None:
-    """Return the variable's text, or ``default`` when it is unset or empty."""
+    """Return the variable's text, or ``default`` if unset or empty."""
     return os.environ.get(name) or default
 
 
 def get_bool(name: str) -> bool:
-    """Return True for 1, true, yes, on, False for 0, false, no, off, and when the variable is unset or empty.
+    """Return True for 1, true, yes, on; False for 0, false, no, off, or if unset or empty.
 
     Raises:
-        ConfigError: the variable says something else.
+        ConfigError: the variable has another value.
     """
     value = os.environ.get(name, "").strip()
     if value and not is_yes(value) and value.lower() not in ("0", "false", "no", "off"):
@@ -34,15 +34,15 @@ def get_bool(name: str) -> bool:
 
 
 def is_yes(value: str | None) -> bool:
-    """Return True when a variable's text means yes."""
+    """Return True if a variable's text means yes."""
     return (value or "").strip().lower() in ("1", "true", "yes", "on")
 
 
 def get_int(name: str, default: int) -> int:
-    """Return the variable as an integer of 0 or more, or ``default`` when it is unset or empty.
+    """Return the variable as a non-negative integer, or ``default`` if unset or empty.
 
     Raises:
-        ConfigError: the variable holds something else.
+        ConfigError: the variable has another value.
     """
     value = os.environ.get(name, "").strip()
     if value and not (value.isascii() and value.isdigit() and len(value) < 19):
@@ -54,25 +54,25 @@ def get_int(name: str, default: int) -> int:
 
 
 def export(variables: Mapping[str, str]) -> None:
-    """Set variables for this process and the children it starts."""
+    """Set variables for this process and its future children."""
     os.environ.update(variables)
 
 
 def unset(*names: str) -> None:
-    """Remove variables from this process and the children it starts."""
+    """Remove variables from this process and its future children."""
     for name in names:
         os.environ.pop(name, None)
 
 
 def copy() -> dict[str, str]:
-    """Return a copy of the whole environment, to be handed to a child process."""
+    """Return a copy of the whole environment, for a child process."""
     return dict(os.environ)
 
 
 def without_http_proxies() -> dict[str, str]:
-    """Return a copy without the proxies of plain HTTP, in which the servers of a job talk to each other.
+    """Return a copy of the environment without proxies for plain HTTP, which a job's servers use among themselves.
 
-    HTTPS keeps its proxy: a model or a package may come from outside.
+    HTTPS keeps its proxy, because models and packages may come from outside.
     """
     variables = copy()
     of_all = variables.get("all_proxy") or variables.get("ALL_PROXY")
@@ -82,7 +82,7 @@ def without_http_proxies() -> dict[str, str]:
 
 
 def no_proxy_for(*hosts: str) -> dict[str, str]:
-    """Return the variables that keep requests to this machine and to ``hosts`` off proxies, beside those that are."""
+    """Return no_proxy variables that exempt this machine and ``hosts`` in addition to those already exempted."""
     known = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
     names = [*known, "127.0.0.1", "localhost", "::1", *(host.strip("[]") for host in hosts)]
     text = ",".join(dict.fromkeys(name.strip() for name in names if name.strip()))
@@ -90,10 +90,10 @@ def no_proxy_for(*hosts: str) -> dict[str, str]:
 
 
 def host_ip_override() -> str | None:
-    """Return ``SLIME_HOST_IP``: the address other nodes reach this one by.
+    """Return ``SLIME_HOST_IP``: the address or name by which other nodes reach this one.
 
     Raises:
-        ConfigError: it is neither an address nor a host's name, or the address of every interface.
+        ConfigError: it is neither an address nor a host name, or it is a wildcard address.
     """
     host = get_str("SLIME_HOST_IP")
     try:
@@ -109,41 +109,37 @@ def host_ip_override() -> str | None:
 
 
 def host_names() -> list[str]:
-    """Return ``SLIME_HOST_NAMES``: further names and addresses by which clients call the servers of this machine."""
+    """Return ``SLIME_HOST_NAMES``: further names and addresses that clients use for this machine's servers."""
     return (get_str("SLIME_HOST_NAMES") or "").split()
 
 
 def prefer_ipv6() -> bool:
-    """Return ``SLIME_PREFER_IPV6``: probe the host address over IPv6 first."""
+    """Return ``SLIME_PREFER_IPV6``: whether to determine the host address over IPv6 first."""
     return get_bool("SLIME_PREFER_IPV6")
 
 
 def accelerator() -> str | None:
-    """Return ``SLIME_ACCELERATOR``: the kind of device to compute on, as torch names it; None chooses."""
+    """Return ``SLIME_ACCELERATOR``: the kind of device to compute on, as named by torch; None to choose."""
     return get_str("SLIME_ACCELERATOR")
 
 
 def log_dir() -> str | None:
-    """Return ``SLIME_LOG_DIR``: folder for the logs of engines and routers; by default a folder in the
-    system's temp.
-    """
+    """Return ``SLIME_LOG_DIR``: folder for logs of engines and routers; None for one in the temporary folder."""
     return get_str("SLIME_LOG_DIR")
 
 
 def cache_dir() -> Path:
-    """Return ``SLIME_CACHE_DIR``: folder for what one job finds out and the next need not; ``~/.cache/slime``."""
+    """Return ``SLIME_CACHE_DIR``: folder for results that later jobs reuse; default ``~/.cache/slime``."""
     return Path(get_str("SLIME_CACHE_DIR") or "~/.cache/slime").expanduser()
 
 
 def log_run() -> str | None:
-    """Return ``SLIME_LOG_RUN``: name of the run whose engines and routers log together; set for its processes by
-    slime.
-    """
+    """Return ``SLIME_LOG_RUN``: name of the run under which engines and routers log; set by slime."""
     return get_str("SLIME_LOG_RUN")
 
 
 def job_secret() -> str | None:
-    """Return the secret in the file ``SLIME_JOB_SECRET_FILE``, which is set for the generators of a rollout buffer."""
+    """Return the secret in the file ``SLIME_JOB_SECRET_FILE``, set by slime for rollout-buffer generators; or None."""
     path = get_str("SLIME_JOB_SECRET_FILE")
     try:
         secret = None if path is None else Path(path).read_text(encoding="utf-8").strip()
@@ -160,12 +156,12 @@ def job_secret() -> str | None:
 
 
 def job_servers() -> list[str]:
-    """Return ``SLIME_JOB_SERVERS``: URLs of the servers that want that secret."""
+    """Return ``SLIME_JOB_SERVERS``: URLs of the servers that require the job's secret."""
     return (get_str("SLIME_JOB_SERVERS") or "").split()
 
 
 def engine_guard() -> list[Any] | None:
-    """Return ``SLIME_ENGINE_GUARD``: what an engine's process passes on to its tokenizer workers."""
+    """Return ``SLIME_ENGINE_GUARD``: the settings that an engine's process passes to its tokenizer workers."""
     text = get_str("SLIME_ENGINE_GUARD")
     try:
         values = None if text is None else json.loads(text)
@@ -177,18 +173,18 @@ def engine_guard() -> list[Any] | None:
 
 
 def export_engine_guard(values: list[Any]) -> None:
-    """Set ``SLIME_ENGINE_GUARD`` for the children of an engine's process, in which no plug-in runs."""
+    """Set ``SLIME_ENGINE_GUARD`` for the children of an engine's process, which run no plug-ins."""
     export({"SLIME_ENGINE_GUARD": json.dumps(values)})
 
 
 def cuda_visible_devices() -> list[str] | None:
-    """Return ``CUDA_VISIBLE_DEVICES`` as a list; None when it is unset and all devices are visible."""
+    """Return ``CUDA_VISIBLE_DEVICES`` as a list; None if unset (all devices are visible)."""
     text = get_str("CUDA_VISIBLE_DEVICES")
     return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
 
 
 def visible_index(physical_id: int) -> int:
-    """Return the position of a GPU among those this process sees; torch and SGLang count like this.
+    """Return a GPU's index among those visible to this process, as counted by torch and SGLang.
 
     Raises:
         ConfigError: the GPU is hidden from this process.
@@ -205,10 +201,9 @@ def visible_index(physical_id: int) -> int:
 
 
 def indexer_rope_is_neox() -> bool | None:
-    """Return ``INDEXER_ROPE_NEOX_STYLE``: how the indexer of sparse attention pairs dimensions; None leaves it to the
-    model.
+    """Return ``INDEXER_ROPE_NEOX_STYLE``: how the sparse-attention indexer pairs dimensions; None for the model's way.
 
-    Patched engines read it too, so that it must reach the trainer when it reaches them.
+    Patched engines read it too, so the trainer must use the same value.
     """
     return None if get_str("INDEXER_ROPE_NEOX_STYLE") is None else get_bool("INDEXER_ROPE_NEOX_STYLE")
 
@@ -232,7 +227,7 @@ _AGENT_ALIASES = {
 
 
 def agent_setting(name: str) -> str | None:
-    """Return ``SLIME_AGENT_<name>``, or its older spelling, for sandboxes and harnesses of slime.agent.
+    """Return ``SLIME_AGENT_<name>``, or its older spelling, for slime.agent's sandboxes and harnesses.
 
     Names: NODE_TARBALL, CC_TARBALL, CC_EXTRA_ARGS, CC_EXTRA_ENVS, CODEX_TARBALL, CODEX_EXTRA_ARGS, CODEX_EXTRA_ENVS,
     SANDBOX_IMAGE_METADATA_KEY, SANDBOX_LIFETIME_SEC, SANDBOX_RPC_RETRIES, E2B_SANDBOX_SIZE,

@@ -5,16 +5,16 @@
         DataError              a data file or a sample                                    (ValueError)
             CheckpointError    a checkpoint that is torn or does not fit
         HookError              a user's plug-in                                           (TypeError)
-        ProcessError           a process of the job, or a service it relies on, failed us (RuntimeError)
-            EngineError        an engine or router refused, or its answer cannot be used
+        ProcessError           a process of the job, or a service it relies on, failed    (RuntimeError)
+            EngineError        an engine or router refused, or its answer is unusable
                 EngineDiedError
                     PortTakenError
             DeadlineError      something did not happen in time                           (TimeoutError)
                 HangError
             GraderError        a grader failed
         WeightSyncError        the weights in an engine are not the trainer's             (RuntimeError)
-        StepError              an optimizer step whose numbers cannot be used             (ArithmeticError)
-        CheckError             a number that a check of the user's refuses                (AssertionError)
+        StepError              an optimizer step with unusable numbers                    (ArithmeticError)
+        CheckError             a number that fails a user's check                         (AssertionError)
 
 Catch ``ProcessError`` to continue without a process that failed, whether it died, hung or refused.
 
@@ -36,11 +36,11 @@ class DataError(SlimeError, ValueError):
 
 
 class CheckpointError(DataError):
-    """The parts of a checkpoint are not of one save, or do not fit each other."""
+    """The parts of a checkpoint are from different saves or do not fit together."""
 
 
 class HookError(SlimeError, TypeError):
-    """A user's plug-in cannot be imported, or does not fit the call that is made of it."""
+    """A user's plug-in cannot be imported, or does not match the call made to it."""
 
 
 class ProcessError(SlimeError, RuntimeError):
@@ -48,7 +48,7 @@ class ProcessError(SlimeError, RuntimeError):
 
 
 class EngineError(ProcessError):
-    """An engine, a router or an actor cannot be reached, refused a request, or gave an answer that cannot be used."""
+    """An engine, a router or an actor is unreachable, refused a request, or gave an unusable answer."""
 
 
 class EngineDiedError(EngineError):
@@ -56,19 +56,19 @@ class EngineDiedError(EngineError):
 
 
 class PortTakenError(EngineDiedError):
-    """A server ended at its start because another process had taken one of its ports; it may start at others."""
+    """A server failed to start because another process had taken one of its ports; it may start on others."""
 
 
 class DeadlineError(ProcessError, TimeoutError):
-    """Something did not happen before its deadline; the message names what was waited for and the flag to raise."""
+    """A deadline passed; the message names what was waited for and the flag to raise."""
 
 
 class HangError(DeadlineError):
-    """A rank of the trainer is alive and does not continue."""
+    """A trainer rank is alive but makes no progress."""
 
 
 class GraderError(ProcessError):
-    """A reward function, reward server or teacher failed, as often as it may."""
+    """A reward function, reward server or teacher failed in all allowed attempts."""
 
 
 class WeightSyncError(SlimeError, RuntimeError):
@@ -76,8 +76,8 @@ class WeightSyncError(SlimeError, RuntimeError):
 
 
 class StepError(SlimeError, ArithmeticError):
-    """A loss, a gradient or a rank's weights in an optimizer step are not what they can be (``--on-nan``)."""
+    """A loss, a gradient or a rank's weights in an optimizer step are unusable (``--on-nan``)."""
 
 
 class CheckError(SlimeError, AssertionError):
-    """A number is not what a check of the user's asked for (``--ci-test``)."""
+    """A number fails a check requested by the user (``--ci-test``)."""

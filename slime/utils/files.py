@@ -1,8 +1,8 @@
-"""Files and folders: written whole or not at all, read with bounds where others wrote them, shut to other users.
+"""Files and folders: atomic writes, bounded reads of files from others, and folders closed to other users.
 
-A folder that somebody gives away can hold a link to any file of its reader, a pipe on which a read waits for ever, or
-a device or a file with holes that fills the memory.  ``json.loads`` takes the last of two values of a key, NaN and
-infinity; here a text has one meaning or is refused.
+A folder from somebody else can contain a link to any file of its reader, a pipe on which a read waits forever, or a
+device or sparse file that fills the memory.  ``json.loads`` accepts duplicate keys (the last one wins), NaN and
+infinity; the functions here refuse such ambiguous texts.
 
     python -m slime.utils.files       print a new folder for a Ray cluster (scripts)
 """
@@ -36,13 +36,16 @@ logger = logging.getLogger(__name__)
 def write_atomically(
     path: Path, write: Callable[[IO[bytes]], Any], *, what: str, flag: str = "--save", to_disk: bool = True
 ) -> None:
-    """Write beside ``path`` and rename: a crash leaves the old file or the new one.
+    """Write to a temporary file next to ``path`` and rename it: a crash leaves the old file or the new one.
 
     Args:
-        to_disk: outlive a crash of the machine, too, at the price of waiting for the disk.
+        write: writes the content to the given file.
+        what: the content's name in the error message.
+        flag: the flag to change, for the error message.
+        to_disk: survive a crash of the machine too, at the cost of waiting for the disk.
 
     Raises:
-        DataError: it cannot be written (a full disk); the old file is still there.
+        DataError: the file cannot be written (a full disk); the old file is kept.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +58,7 @@ def write_atomically(
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], Any], *, to_disk: bool = True) -> None:
-    """Write a file as :func:`write_atomically` does; an error is the one that the disk, or ``write``, raised."""
+    """Write a file like :func:`write_atomically`, but raise the original error."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
         with unfinished.open("wb") as file:
@@ -66,14 +69,14 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], Any], *, to_disk: bool
         unfinished.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
-            unfinished.unlink()  # half a file would take the room that is missing
+            unfinished.unlink()  # a partial file would take up scarce disk space
         raise
     if to_disk:
         sync_to_disk(path.parent)
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on disk."""
+    """Wait until a file's content, or a folder's list of names, is on disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -82,7 +85,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def lock_file(descriptor: int, path: Path, *, timeout_s: float, poll_s: float) -> None:
-    """Take the exclusive ``flock`` of the open file ``path``; it goes with the descriptor, or with the process.
+    """Take an exclusive ``flock`` on the open file ``path``; it is released with the descriptor or the process.
 
     Raises:
         TimeoutError: another process has held it for ``timeout_s`` seconds.
@@ -100,14 +103,14 @@ def lock_file(descriptor: int, path: Path, *, timeout_s: float, poll_s: float) -
 # Read with bounds
 
 MAX_TEXT_BYTES = 512 << 20
-"""Of files of JSON."""
+"""Maximum size of JSON files."""
 
 
 def check_inside(path: Path) -> None:
-    """Refuse a file that is a link out of its folder; the hub's cache keeps its files in ``blobs`` nearby.
+    """Refuse a link out of the file's folder, except into the ``blobs`` folder of the hub's cache.
 
     Raises:
-        DataError: it leads elsewhere.
+        DataError: the link leads elsewhere.
     """
     if not path.is_symlink():
         return
@@ -119,14 +122,15 @@ def check_inside(path: Path) -> None:
 
 @contextmanager
 def opened(path: Path, *, max_bytes: int | None = None, error: type[SlimeError] = DataError) -> Iterator[BinaryIO]:
-    """Open a file for reading, once it is one.
+    """Open a regular file for reading.
 
     Raises:
-        OSError: the file system's, such as FileNotFoundError.
-        DataError: it leads out of its folder.
+        OSError: from the file system, such as FileNotFoundError.
+        DataError: the file is a link out of its folder.
+        SlimeError: (``error``) it is not a regular file, or is larger than ``max_bytes``.
     """
     check_inside(path)
-    # A pipe would wait for its writer.
+    # O_NONBLOCK, because opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
         about = os.fstat(descriptor)
@@ -141,7 +145,7 @@ def read_outside_file(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """Return the content of a file.
 
     Raises:
-        DataError: it cannot be read, is no file, leads out of its folder, or is larger than ``max_bytes``.
+        DataError: it cannot be read, is not a regular file, is a link out of its folder, or exceeds ``max_bytes``.
     """
     try:
         with opened(path, max_bytes=max_bytes) as file:
@@ -170,16 +174,16 @@ _FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("rope_theta", "rms_norm_eps"), (lambda value: type(value) in (int, float) and value > 0, "a number above 0")
     ),
 }
-"""Key of a config.json -> what its value must be where it is not null, and that in words."""
+"""Key of a config.json -> check of its value if not null, and that check in words."""
 _OF_FOLDER = ("model_type", "architectures", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
-"""Keys that a ``text_config`` may have as well, perhaps with another value, and that a model reads at the top."""
+"""Keys that models read at the top level, even if ``text_config`` has them with other values."""
 
 
 def parse_object(data: str | bytes, *, takes_infinity: bool = False) -> dict[str, Any]:
-    """Return the object that a JSON text in UTF-8 is; arguments as in :func:`parse_value`.
+    """Parse a JSON object from UTF-8 text; see :func:`parse_value` for arguments.
 
     Raises:
-        ValueError: as :func:`parse_value`, or it is something else.
+        ValueError: see :func:`parse_value`; or the text is not an object.
     """
     value = parse_value(data, takes_infinity=takes_infinity)
     if not isinstance(value, dict):
@@ -188,14 +192,14 @@ def parse_object(data: str | bytes, *, takes_infinity: bool = False) -> dict[str
 
 
 def parse_value(data: str | bytes, *, takes_infinity: bool = False) -> Any:
-    """Return what a JSON text in UTF-8 says.
+    """Parse a JSON value from UTF-8 text.
 
     Args:
-        takes_infinity: ``Infinity`` is a number, as Python writes it: published config.json files have bounds of it.
+        takes_infinity: accept ``Infinity``, as written by Python: published config.json files use it as a bound.
 
     Raises:
-        ValueError: it is none, or a key is there twice, a number is not finite, half a surrogate pair is in a text;
-            one line.
+        ValueError: the text is not JSON, or has a duplicate key, a non-finite number or an unpaired surrogate; the
+            message is one line.
     """
 
     def constant(text: str) -> float:
@@ -209,34 +213,35 @@ def parse_value(data: str | bytes, *, takes_infinity: bool = False) -> Any:
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
     return value
 
 
 def read_object(
     path: str | Path, *, flag: str = "", error: type[SlimeError] = DataError, remedy: str = COPY_AGAIN
 ) -> dict[str, Any]:
-    """Return the object in a file.
+    """Read a JSON object from a file.
 
     Raises:
         ConfigError: there is no such file.
+        SlimeError: (``error``, by default DataError) the content is not a JSON object.
     """
     place = f"{flag}: {path}" if flag else str(path)
     if not Path(path).is_file():
-        raise ConfigError(f"{place} does not exist, or is no file; give the folder that it belongs to.")
+        raise ConfigError(f"{place} does not exist or is not a file; give the folder that it belongs to.")
     try:
         return parse_object(read_outside_file(Path(path)), takes_infinity=True)
     except ValueError as reason:
-        raise error(f"{place} is not JSON as it is needed: {reason}. {remedy}") from reason
+        raise error(f"{place} is not valid JSON: {reason}. {remedy}") from reason
 
 
 def read_model_config(
     folder: str | Path, *, flag: str = "--hf-checkpoint", error: type[SlimeError] = ConfigError
 ) -> dict[str, Any]:
-    """Return ``config.json`` of a Hugging Face folder, ``quantization_config`` at the top.
+    """Return ``config.json`` of a Hugging Face folder, with ``quantization_config`` moved to the top level.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the file is missing; or (as ``error``) it is not JSON or has a value of a wrong type.
     """
     path = Path(folder) / "config.json"
     config = read_object(path, flag=flag, error=error)
@@ -251,10 +256,10 @@ def read_model_config(
 
 
 def read_model_type(folder: str | Path, *, flag: str = "--hf-checkpoint") -> str:
-    """Return the family's name in ``config.json``, which decides the names of tensors.
+    """Return ``model_type`` from ``config.json``, the family name that determines tensor names.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: it is missing.
     """
     if not (name := read_model_config(folder, flag=flag).get("model_type")):
         raise ConfigError(f"{flag}: {Path(folder) / 'config.json'} has no model_type. {COPY_AGAIN}")
@@ -262,9 +267,9 @@ def read_model_type(folder: str | Path, *, flag: str = "--hf-checkpoint") -> str
 
 
 def language_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what a config.json says of the language model.
+    """Return the language model's part of a config.json.
 
-    Where there is a ``text_config``, its keys are over those of the top, except for what the top decides.
+    Keys of ``text_config``, if any, override those of the top level, except for keys that the top level decides.
     """
     text = config.get("text_config") or {}
     return {**config, **{name: text[name] for name in text if name not in _OF_FOLDER or config.get(name) is None}}
@@ -280,20 +285,20 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
-        raise ValueError(f"the number {text[:80]} is larger than a float may be")
+        raise ValueError(f"the number {text[:80]} does not fit into a float")
     return value
 
 
 # Folders of this user
 
 RAY = "ray"
-"""The folder of Ray in one of :func:`new_ray_folder`.  Ray lets everybody write to it, so its parent must not."""
+"""Ray's folder inside a folder of :func:`new_ray_folder`.  Ray makes it world-writable, so the parent is private."""
 MAX_RAY_BYTES = 107 - len("/session_2026-11-28_16-56-05_123456_1234567/sockets/plasma_store.1")
-"""The longest path of Ray's folder: the kernel allows 107 bytes for the path of a socket."""
+"""Maximum path length of Ray's folder: the kernel allows 107 bytes for a socket's path."""
 
 
 def problem_of(found: os.stat_result, user: int | None = None) -> str:
-    """Return why a file or folder is not this user's, in words; empty when it is."""
+    """Describe why a file or folder is not this user's; empty if it is."""
     if stat.S_ISLNK(found.st_mode):
         return "is a link"
     if found.st_uid != (os.geteuid() if user is None else user):
@@ -304,10 +309,10 @@ def problem_of(found: os.stat_result, user: int | None = None) -> str:
 
 
 def new_ray_folder() -> Path:
-    """Make a folder of mode 0700 for a Ray cluster, with a folder ``RAY`` in it, its ``_temp_dir``.
+    """Create a folder of mode 0700 for a Ray cluster; its subfolder ``RAY`` serves as Ray's ``_temp_dir``.
 
-    It is in ``RAY_TMPDIR``, else in the temporary folder.  Where sockets there would have too long a path, it is in
-    /tmp, and ``RAY`` is a link.
+    It is created in ``RAY_TMPDIR``, else in the temporary folder.  If socket paths there would be too long, it is
+    created in /tmp, and ``RAY`` is a link.
     """
     folder = Path(tempfile.mkdtemp(prefix="slime-ray-", dir=env.get_str("RAY_TMPDIR") or _temporary()))
     if len(os.fsencode(folder / RAY)) > MAX_RAY_BYTES:
@@ -319,21 +324,21 @@ def new_ray_folder() -> Path:
 
 
 def remove_ray_folder(folder: Path) -> None:
-    """Remove what :func:`new_ray_folder` made."""
+    """Remove a folder made by :func:`new_ray_folder`."""
     shutil.rmtree((folder / RAY).resolve(), ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def user_folder() -> Path:
-    """Return the folder that all processes of this user share, ``slime-UID`` in the temporary folder."""
+    """Return ``slime-UID`` in the temporary folder, which all processes of this user share."""
     return own_folder(_temporary() / f"slime-{os.getuid()}")
 
 
 def own_folder(path: Path) -> Path:
-    """Return ``path``, a folder of this user, of mode 0700; it is made when it is missing.
+    """Return ``path`` as a folder of this user with mode 0700, creating it if missing.
 
     Raises:
-        ConfigError: a link, a file or another user's folder is there.
+        ConfigError: ``path`` is a link, a file or another user's folder.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -344,19 +349,19 @@ def own_folder(path: Path) -> Path:
             f"{path} {problem}, and user {os.geteuid()} would keep files there. Remove it, or set the environment "
             "variable TMPDIR to a folder of yours."
         )
-    if stat.S_IMODE(found.st_mode) & 0o077:  # as earlier versions made it
+    if stat.S_IMODE(found.st_mode) & 0o077:  # created by an earlier version
         path.chmod(0o700)
     return path
 
 
 def _temporary() -> Path:
-    """Return the temporary folder, and warn where other users may exchange what is in it."""
+    """Return the temporary folder; warn if other users may replace files in it."""
     folder = Path(tempfile.gettempdir())
     found = folder.stat()
     is_open = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
     if is_open or found.st_uid not in (0, os.geteuid()):
         logger.warning(
-            "Other users may exchange files in the temporary folder %s (owner %d, mode %o): have its owner set the "
+            "Other users may replace files in the temporary folder %s (owner %d, mode %o): have its owner set the "
             "sticky bit (chmod +t), or set TMPDIR to a folder of yours.",
             folder,
             found.st_uid,

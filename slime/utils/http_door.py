@@ -1,9 +1,9 @@
-"""Who may ask a server of slime, and the server of pages for people.
+"""Decides which requests slime's servers accept, and serves pages to browsers.
 
-Pages of other sites may not ask, though they do so from the browser of a user who may.  A page sends simple requests
-to whatever address the browser reaches, as text or as a form (``Origin`` and ``Sec-Fetch-Site`` tell); and it may have
-a name of its own lead to this machine, for the browser to take this server for the page's own (``Host`` tells).
-Programs send no ``Origin``, and the address of their URL as ``Host``.
+Web pages of other sites must not send requests, even from the browser of an authorized user.  A page can send simple
+requests, as text or a form, to any address that the browser reaches (detected by ``Origin`` and ``Sec-Fetch-Site``).
+With DNS rebinding, it can also make the browser treat this server as the page's own (detected by ``Host``).  Programs
+send no ``Origin``, and the address in their URL as ``Host``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _ONCE = (
     "host", "origin", "authorization", "content-type", "content-length", "transfer-encoding", "sec-fetch-site",
     "sec-fetch-mode", "sec-fetch-dest",
 )  # fmt: skip
-"""Headers that two programs could read differently when they are there twice."""
+"""Headers whose duplicates two programs could interpret differently."""
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{0,5})?", re.ASCII)
 
 
 class Refusal(NamedTuple):
-    """The answer to a request that is not let in."""
+    """The answer to a refused request."""
 
     status: int
     reason: str
@@ -44,10 +44,11 @@ class Refusal(NamedTuple):
 def refusal(
     method: str, headers: Iterable[tuple[str, str]], own: Collection[str], *, needs_json: bool = True
 ) -> Refusal | None:
-    """Return why a request is not let in; None for one that is.
+    """Return why a request is refused; None if it is accepted.
 
     Args:
-        own: names and addresses of this machine, as :func:`own_names` gives them; loopback is always its own.
+        own: names and addresses of this machine, from :func:`own_names`; loopback is always accepted.
+        needs_json: refuse bodies that are not declared as JSON.
     """
     given: dict[str, list[str]] = {}
     for key, value in headers:
@@ -80,14 +81,14 @@ def refusal(
 
 
 def own_names() -> frozenset[str]:
-    """Return the names by which clients call this machine, ``SLIME_HOST_IP`` and ``SLIME_HOST_NAMES`` among them."""
+    """Return the names that clients use for this machine, including ``SLIME_HOST_IP`` and ``SLIME_HOST_NAMES``."""
     host_name = socket.gethostname()
     names = [host_name, host_name.partition(".")[0], socket.getfqdn(), env.host_ip_override(), *env.host_names()]
     return frozenset(_canonical(name) for name in names if name)
 
 
 def with_address(own: frozenset[str], address: Any) -> frozenset[str]:
-    """Return ``own`` and the address at which a connection arrived: the first item of a pair, or no IP address."""
+    """Return ``own`` plus the IP address at which a connection arrived, the first item of a socket address."""
     return own | {_canonical(str(address[0]))} if isinstance(address, tuple | list) else own
 
 
@@ -106,7 +107,7 @@ def _canonical(name: str) -> str:
 
 
 class AsgiDoor:
-    """An ASGI application in front of ``app``."""
+    """ASGI middleware that refuses requests before they reach ``app``."""
 
     def __init__(self, app: Any, *, needs_json: bool = True) -> None:
         self.app = app
@@ -126,24 +127,24 @@ class AsgiDoor:
             await send({"type": "http.response.body", "body": text})
 
     def refusal(self, scope: Mapping[str, Any]) -> Refusal | None:
-        """Return why a request is not let in; None for one that is."""
+        """Return why a request is refused; None if it is accepted."""
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         own = with_address(self._own, scope.get("server"))
         return refusal(scope.get("method", "GET"), headers, own, needs_json=self._needs_json)
 
 
-# Pages for people, on threads: a bounded number of clients, each with a deadline for its request
+# A threaded server of pages: a bounded number of clients, each with a deadline for its request
 
 MAX_CLIENTS = 32
-"""Connections at a time; further ones are closed at once."""
+"""Maximum concurrent connections; further ones are closed at once."""
 REQUEST_S = 10.0
-"""For a client to send its request, from its first byte to the last."""
+"""Seconds for a client to send its whole request."""
 ANSWER_S = 30.0
-"""For a client to take each part of the answer."""
+"""Seconds for a client to accept each part of the answer."""
 
 
 class PageServer(http.server.ThreadingHTTPServer):
-    """Serves at ``host`` and ``port``; 0 takes a free one, see ``server_port``."""
+    """Serves on ``host`` and ``port``; port 0 picks a free one (``server_port``)."""
 
     daemon_threads = True
 
@@ -154,7 +155,7 @@ class PageServer(http.server.ThreadingHTTPServer):
         super().__init__((host.strip("[]"), port), handler)
 
     def server_bind(self) -> None:
-        """Bind, without the look-up of a name that ``HTTPServer`` makes."""
+        """Bind without ``HTTPServer``'s name lookup."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
@@ -171,12 +172,12 @@ class PageServer(http.server.ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log why a client got no answer: mostly it is gone."""
+        """Log why a client got no answer; usually it has disconnected."""
         logger.debug("%s got no answer.", client_address, exc_info=True)
 
 
 class PageHandler(http.server.BaseHTTPRequestHandler):
-    """Answers one request, if :func:`refusal` lets it in."""
+    """Answers one request unless :func:`refusal` refuses it."""
 
     server: PageServer
 
@@ -185,7 +186,7 @@ class PageHandler(http.server.BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(_Until(self.connection, time.monotonic() + REQUEST_S))
 
     def parse_request(self) -> bool:
-        """Return True for a request that is to be answered by its method."""
+        """Parse and check the request; return True if its method should answer it."""
         if not super().parse_request():
             return False
         own = with_address(self.server.own, self.connection.getsockname())
@@ -195,7 +196,7 @@ class PageHandler(http.server.BaseHTTPRequestHandler):
         return refused is None
 
     def send(self, status: int, kind: str, content: bytes, *headers: tuple[str, str]) -> None:
-        """Send an answer whose Content-Type is ``kind``, without its content where a client asks for the head."""
+        """Send an answer with Content-Type ``kind``; for HEAD requests without content."""
         self.send_response(status)
         for name, value in (("Content-Type", kind), ("Content-Length", str(len(content))), *headers):
             self.send_header(name, value)
@@ -204,11 +205,11 @@ class PageHandler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Print no line for each request."""
+        """Suppress the line per request."""
 
 
 class _Until(io.RawIOBase):
-    """The bytes that a client sends before ``deadline``."""
+    """Reads the bytes that a client sends, until ``deadline`` (monotonic seconds)."""
 
     def __init__(self, connection: socket.socket, deadline: float) -> None:
         self._connection, self._deadline = connection, deadline

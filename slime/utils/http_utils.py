@@ -1,10 +1,10 @@
-"""Requests to engines, routers and reward servers: one pooled client for each event loop, retries, one clear error.
+"""HTTP requests to engines, routers and reward servers: a pooled client per event loop, retries, and one clear error.
 
-Retried are failures that time can heal: a connection refused, reset or cut, and the statuses in ``RETRIED_STATUSES``.
-Any other status is the caller's mistake and ends the call at once.  A router without engines is no failure where these
-are replaced (``--use-fault-tolerance``): the job ends when one cannot be, and until then a request waits for it.
+Transient failures are retried: refused, reset or broken connections, and the statuses in ``RETRIED_STATUSES``.  Any
+other status is the caller's mistake and ends the call at once.  With ``--use-fault-tolerance``, a router without
+engines does not count as a failure: requests wait until engines are replaced, and the job ends if one cannot be.
 Proxies of the environment are not used.
-Requests to routers and engines of the job carry the job's secret; requests to any other server never do.
+Requests to the job's routers and engines carry the job's secret; requests to any other server never do.
 ``slime.ray`` may route posts through other processes with ``set_post_transport``.
 """
 
@@ -56,19 +56,19 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 POST_TIMEOUT_S = 14400.0
-"""Deadline of a post, its retries included; a long response may take hours. The router's own limit is the same."""
+"""Deadline of a post in seconds, including retries; a long response may take hours. The router's limit is the same."""
 GET_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 30.0
 RETRY_WAIT_S = 1.0
 HEADROOM = 64
-"""Connections beyond one for each generation, so that other requests need not wait for one to end."""
+"""Connections in addition to one per generation, so that other requests need not wait for a generation to end."""
 KEEPALIVE_S = 4.0
-"""Below the 5 s after which SGLang's server drops an idle connection, so that we rarely write into a closed one."""
+"""Below the 5 s after which SGLang's server drops idle connections, so that requests rarely hit a closed one."""
 READ_BUFFER_BYTES = 1 << 18
-"""A long answer is taken from its socket in pieces of this size."""
+"""Size of the pieces in which long answers are read from the socket."""
 RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 NO_ENGINE = ("no_available_workers", "server_selection_failed")
-"""Codes of a router (with status 503) that has no engine for a request, or none of a kind that it needs."""
+"""Error codes (with status 503) of a router that has no suitable engine for a request."""
 RETRIED_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, asyncio.TimeoutError)
 
 Decoder = Callable[[bytes], Any]
@@ -76,10 +76,10 @@ PostTransport = Callable[[str, Any, int, Mapping[str, str] | None], Awaitable[An
 
 
 class HttpStatusError(EngineError):
-    """The server answered with a status that is not a success."""
+    """The server answered with an error status."""
 
     def __init__(self, method: str, url: str, status: int, body: str) -> None:
-        super().__init__(method, url, status, body)  # kept as args, by which it is pickled
+        super().__init__(method, url, status, body)  # stored as args for pickling
         self.status = status
         self.body = body
 
@@ -89,7 +89,7 @@ class HttpStatusError(EngineError):
 
 
 def waits_for_engines(error: Exception) -> bool:
-    """Return whether a router had no engine for a request, and will have one: that is no failed attempt."""
+    """Return whether a router has no engine for a request but will get one; then no attempt counts as failed."""
     if not (_CLIENT.replaces_engines and isinstance(error, HttpStatusError)):
         return False
     return error.status == HTTPStatus.SERVICE_UNAVAILABLE and any(code in error.body for code in NO_ENGINE)
@@ -105,15 +105,15 @@ def _server_of(url: str) -> str:
 
 @dataclass
 class _Client:
-    """The state that all requests of the process share."""
+    """Process-wide state shared by all requests."""
 
     max_connections: int = 0
-    """0 is no limit."""
+    """0 means no limit."""
     replaces_engines: bool = False
-    """Engines that are gone are replaced (``--use-fault-tolerance``)."""
+    """True if dead engines are replaced (``--use-fault-tolerance``)."""
     transport: PostTransport | None = None
     secret: str | None = field(default_factory=env.job_secret)
-    """The job's; None where the job has none, or in a process that makes no requests of a job."""
+    """The job's secret; None if the job has none, or in a process that sends no requests of a job."""
     servers: set[str] = field(default_factory=lambda: {_server_of(url) for url in env.job_servers()})
     """``host:port`` of the servers that get the secret."""
 
@@ -122,7 +122,7 @@ _CLIENT = _Client()
 
 
 class LoopSessions:
-    """One aiohttp session for each event loop, made on its first request: a connection belongs to its loop."""
+    """One aiohttp session per event loop, created at its first request, because connections belong to their loop."""
 
     of_process: ClassVar[list[LoopSessions]] = []
 
@@ -149,7 +149,7 @@ class LoopSessions:
 
 
 def separate_sessions(*, max_connections: int, timeout_s: float) -> LoopSessions:
-    """Return sessions whose connections no generation holds.  Proxies of the environment are not used."""
+    """Return sessions with separate connections, not shared with generation.  Ignores the environment's proxies."""
 
     def make() -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
@@ -162,18 +162,17 @@ def separate_sessions(*, max_connections: int, timeout_s: float) -> LoopSessions
 
 
 def get_rollout_num_engines(args: Namespace) -> int:
-    """Return the number of serving engines: ``args.rollout_num_engines``, else as many as fit on the rollout GPUs."""
+    """Return the number of serving engines: ``args.rollout_num_engines``, or as many as fit on the rollout GPUs."""
     known = getattr(args, "rollout_num_engines", None)
     return known or max(1, args.rollout_num_gpus // args.rollout_num_gpus_per_engine)
 
 
 def init_http_client(args: Namespace) -> None:
-    """Allow as many connections as the engines take requests at a time, and learn whether engines are replaced.
+    """Configure the client from flags: connection limit (the engines' total concurrency), engine replacement, secret.
 
-    Call it before the first request.
-
-    From then on requests to the job's routers carry its secret, and no client of this process, those of plug-ins
-    included, asks this machine or a router through a proxy.
+    Call before the first request.
+    Afterwards, requests to the job's routers carry its secret, and no client in this process, including plug-ins',
+    reaches this machine or a router through a proxy.
     """
     _CLIENT.max_connections = args.sglang_server_concurrency * get_rollout_num_engines(args)
     known = vars(args)
@@ -186,26 +185,26 @@ def init_http_client(args: Namespace) -> None:
 
 
 def add_job_servers(*urls: str) -> None:
-    """Let requests to the servers at ``urls`` carry the job's secret."""
+    """Make requests to the servers at ``urls`` carry the job's secret."""
     _CLIENT.servers.update(_server_of(url) for url in urls)
 
 
 def job_headers(url: str) -> dict[str, str]:
-    """Return the header that a request to ``url`` must carry; none when the server is not the job's."""
+    """Return the headers that a request to ``url`` must carry; empty if the server is not the job's."""
     if _CLIENT.secret is None or _server_of(url) not in _CLIENT.servers:
         return {}
     return {"Authorization": f"Bearer {_CLIENT.secret}"}
 
 
 def has_secret(authorization: str | None, secret: str) -> bool:
-    """Return True when the header ``Authorization`` of a request is ``Bearer`` and this secret."""
+    """Return True if a request's ``Authorization`` header is ``Bearer`` and this secret."""
     return secrets.compare_digest((authorization or "").encode(errors="surrogateescape"), f"Bearer {secret}".encode())
 
 
 def set_post_transport(transport: PostTransport | None) -> None:
-    """Send posts through ``transport(url, payload, max_retries, headers)`` from now on; None sends them from here.
+    """Send later posts through ``transport(url, payload, max_retries, headers)``; None sends them from this process.
 
-    A transport that cannot serve raises ``PostTransportUnavailable``; the post is then made from this process.
+    A transport that cannot serve raises ``PostTransportUnavailable``; the post is then sent from this process.
     """
     _CLIENT.transport = transport
 
@@ -225,7 +224,7 @@ _SESSIONS = LoopSessions(_new_session)
 
 
 async def close_http_client() -> None:
-    """Close all connections that belong to the running loop; the next request opens new ones."""
+    """Close all connections of the running loop; the next request opens new ones."""
     for sessions in LoopSessions.of_process:
         await sessions.close()
 
@@ -239,16 +238,16 @@ async def post(
     timeout_s: float = POST_TIMEOUT_S,
     decode: Decoder | None = None,
 ) -> Any:
-    """POST ``payload`` as JSON; the answer decoded from JSON, or as text when it is not JSON.
+    """POST ``payload`` as JSON; return the answer decoded from JSON, or as text if it is not JSON.
 
     Args:
-        max_retries: further attempts after the first one failed, one second apart; see :func:`waits_for_engines`.
-        timeout_s: deadline of the whole call in seconds, retries included.
-        decode: makes the answer of the body's bytes in place of ``decode_json``.  A transport that was set decodes by
-            itself.
+        max_retries: attempts after a first failed one, one second apart; see :func:`waits_for_engines`.
+        headers: further headers.
+        timeout_s: deadline of the whole call in seconds, including retries.
+        decode: decodes the body's bytes in place of ``decode_json``; not used with a post transport.
 
     Raises:
-        EngineError: the deadline passed or the last attempt failed; ``HttpStatusError`` when a server refused.
+        EngineError: the deadline passed or the last attempt failed; ``HttpStatusError`` if a server refused.
     """
     headers = {**job_headers(url), **(headers or {})}
     deadline = time.monotonic() + timeout_s
@@ -274,7 +273,7 @@ async def get(
     *,
     timeout_s: float = GET_TIMEOUT_S,
 ) -> Any:
-    """GET ``url``; the answer decoded from JSON, or as text when it is not JSON.  Arguments as for ``post``."""
+    """GET ``url``; return the answer decoded from JSON, or as text if it is not JSON.  See :func:`post`."""
     headers = {**job_headers(url), **(headers or {})}
     return await _request("GET", url, None, headers, max_retries, timeout_s, decode_json)
 
@@ -282,13 +281,13 @@ async def get(
 async def post_for_events(
     url: str, payload: Any, headers: Mapping[str, str] | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """POST ``payload`` as JSON; gives the data of each server-sent event, as long as the server sends.
+    """POST ``payload`` as JSON; yield the data of each server-sent event until the server ends the stream.
 
-    There are no retries here: what arrived before a failure belongs to the caller.
+    There are no retries: the caller keeps what arrived before a failure.
 
     Raises:
-        EngineError: the connection failed or was cut, or the deadline of the whole call passed; ``HttpStatusError``
-            when the server refused.
+        EngineError: the connection failed or broke, or the deadline of the whole call passed; ``HttpStatusError`` if
+            the server refused.
     """
     headers = {**job_headers(url), **(headers or {}), "Content-Type": "application/json"}
     rest = bytearray()
@@ -314,7 +313,7 @@ async def post_for_events(
 
 
 def encode_json(payload: Any) -> bytes:
-    """Encode ``payload`` as JSON; the standard encoder takes what the fast one refuses, such as numeric keys."""
+    """Encode ``payload`` as JSON; falls back to the standard encoder for what orjson refuses, such as numeric keys."""
     try:
         return orjson.dumps(payload)
     except TypeError:
@@ -358,5 +357,5 @@ async def _request(
                 f"{max_retries} retries); last: {said_by(cause)}. Is the server at that address alive? See its log."
             ) from cause
         if attempt in (1, 10) or attempt % 60 == 0:
-            logger.warning("%s %s failed (attempt %d), trying again: %s", method, url, attempt, said_by(cause))
+            logger.warning("%s %s failed (attempt %d), retrying: %s", method, url, attempt, said_by(cause))
         await asyncio.sleep(RETRY_WAIT_S)

@@ -1,4 +1,4 @@
-"""The old path of ``slime.observability.logging_utils``, kept for code written for it."""
+"""Old path of ``slime.observability.logging_utils``."""
 
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, log
 

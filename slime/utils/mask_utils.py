@@ -1,18 +1,19 @@
-"""Loss masks of conversations: the tokens that the assistant would have generated are trained.
+"""Loss masks of conversations: only tokens that the assistant would have generated are trained on.
 
-``MultiTurnLossMaskGenerator(tokenizer, type).get_loss_mask(messages)`` gives token ids and a mask of equal length.
+``MultiTurnLossMaskGenerator(tokenizer, type).get_loss_mask(messages)`` returns token ids and a mask of equal length.
 The types differ in how a conversation becomes text:
 
-* ``qwen``: every message is rendered by itself and the pieces are joined.
-* ``qwen3``: the same, but among dummy user messages, so that the template treats each assistant message as the newest
-  and keeps its thinking (an empty ``<think>`` block included).
-* ``qwen3_5``: the conversation is rendered once, as the template has it; assistant turns are found in the text.
+* ``qwen``: every message is rendered separately and the pieces are joined.
+* ``qwen3``: the same, but next to a dummy user message, so that the template treats each assistant message as the
+  newest and keeps its thinking (including an empty ``<think>`` block).
+* ``qwen3_5``: the conversation is rendered once, and assistant turns are found in the text.
 * ``distill_qwen``: the first message is the prompt, the last one the response.
-* ``any``: the conversation is rendered once, by the template of any family; a second rendering, with marks for what
-  the assistant says, tells where its turns are.
+* ``any``: the conversation is rendered once, with any family's template; a second rendering, with marks around the
+  assistant's words, tells where its turns are.
 
-In the first three, the end-of-turn token and the newline after it are trained, the turn's header is not.  In the last
-one, what ends a turn is trained: the template's token for it, else the one that begins the next turn, else eos.
+In the first three, the end-of-turn token and the newline after it are trained on, but not the turn's header.  In the
+last one, whatever ends a turn is trained on: the template's end token, else the token that begins the next turn, else
+eos.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ _DUMMY: Message = {"role": "user", "content": "FOR TESTING ONLY"}
 
 
 def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
-    """Return, for each mask, the number of tokens from the first 1 to the end; 0 when there is no 1."""
+    """Return, for each mask, the number of tokens from the first 1 to the end; 0 if there is no 1."""
     return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
 
 
 class MultiTurnLossMaskGenerator:
-    """Token ids and loss masks of conversations, by one tokenizer and one type.
+    """Computes token ids and loss masks of conversations with one tokenizer and one type.
 
-    Invariant: ids and mask have equal length; a mask has 1 only inside turns of the assistant whose
-    ``step_loss_mask`` is absent or 1.
+    Invariant: ids and mask have equal length; a mask is 1 only inside assistant turns whose ``step_loss_mask`` is
+    absent or 1.
     """
 
     def __init__(
@@ -77,10 +78,11 @@ class MultiTurnLossMaskGenerator:
         """Return ``(token_ids, loss_mask)`` of a conversation.
 
         Args:
-            messages: chat messages; ``step_loss_mask`` other than 1 leaves that message untrained.
+            messages: chat messages; a ``step_loss_mask`` other than 1 masks that message.
+            tools: tool descriptions for the template.
 
         Raises:
-            DataError: the template does not render the conversation in a way the type can take apart.
+            DataError: the template's rendering cannot be split in the way that the type requires.
         """
         if not messages:
             raise DataError("A conversation without messages has no loss mask.")
@@ -93,8 +95,8 @@ class MultiTurnLossMaskGenerator:
         if not self._has_warned and not all(text.endswith(marks) for text in ends):
             self._has_warned = True
             logger.warning(
-                "With --loss-mask-type %s what ends an answer is not trained, so the model does not learn to stop: no "
-                "special token ends a turn of the assistant. %s",
+                "With --loss-mask-type %s the end of an answer is not trained on, so the model does not learn to "
+                "stop: no special token ends an assistant turn. %s",
                 self.tokenizer_type,
                 _FITS_ALL,
             )
@@ -104,16 +106,15 @@ class MultiTurnLossMaskGenerator:
         return get_response_lengths(loss_masks)
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_mask: Sequence[int]) -> list[str]:
-        """Return the trained stretches of a conversation, decoded."""
+        """Return the decoded texts of the trained spans."""
         return [self.tokenizer.decode(list(token_ids[begin:end])) for begin, end in _runs(loss_mask)]
 
     def get_loss_mask_with_multimodal_alignment(
         self, messages: list[Message], input_ids: Sequence[int], tools: list[Any] | None = None
     ) -> TokensAndMask:
-        """Return ``(input_ids, loss_mask)`` where ``input_ids`` came from a processor that expanded images into
-        tokens.
+        """Return ``(input_ids, loss_mask)`` for ``input_ids`` from a processor that expanded images into tokens.
 
-        The assistant's turns hold no images: each is found in ``input_ids`` with its header, in order.
+        Assistant turns contain no images, so each is found in ``input_ids`` with its header, in order.
         """
         texts = [_text_only(message) for message in messages]
         text_ids, text_mask = self.get_loss_mask(texts, tools)
@@ -121,7 +122,7 @@ class MultiTurnLossMaskGenerator:
         header_length = len(self._encode(self._generation_prompt()))
         ids = list(input_ids)
         if self._is_any and text_mask[-1:] == [1] and text_ids[-1] != ids[-1] == text_ids[-2]:
-            ids.append(text_ids[-1])  # eos, where the template ends no turn
+            ids.append(text_ids[-1])  # eos, if the template does not end turns
         mask = [0] * len(ids)
         cursor = 0
         for (begin, end), message in zip(_runs(text_mask), steps, strict=True):
@@ -134,7 +135,7 @@ class MultiTurnLossMaskGenerator:
         return ids, mask
 
     def gen_multi_turn_loss_mask_qwen(self, messages: list[Message], tools: list[Any] | None = None) -> TokensAndMask:
-        """Render each message by itself, without the system block that the template puts before it."""
+        """Render each message separately, without the implicit system block that the template prepends."""
         implied = self._implied_system_text()
 
         def text_of(unit: list[Message], is_first: bool) -> str:
@@ -146,7 +147,7 @@ class MultiTurnLossMaskGenerator:
         return self._join_units(messages, text_of)
 
     def gen_multi_turn_loss_mask_qwen3(self, messages: list[Message], tools: list[Any] | None = None) -> TokensAndMask:
-        """Render each message as the newest one: the first before a dummy user message, the others after one."""
+        """Render each message as the newest: the first one before a dummy user message, the others after one."""
         dummy_text = self.render([_DUMMY])
         dummy_tail = _without_prefix(self.render([_DUMMY, _DUMMY]), dummy_text, [_DUMMY])
 
@@ -163,20 +164,20 @@ class MultiTurnLossMaskGenerator:
     def gen_multi_turn_loss_mask_qwen3_5(
         self, messages: list[Message], tools: list[Any] | None = None
     ) -> TokensAndMask:
-        """Render the conversation once; trained are the tokens that lie in a turn of the assistant as a whole."""
+        """Render the conversation once; tokens entirely inside an assistant turn are trained on."""
         text = self.render(messages, tools)
         steps = [_step_mask(message) for message in messages if message["role"] == "assistant"]
         written = self._generation_prompt().removeprefix(TURN_BEGIN) if self.template_kwargs else THINK_BEGIN
         spans = _assistant_spans(text, written)
         if len(spans) != len(steps):
             raise DataError(
-                f"The rendered conversation has {len(spans)} turns of the assistant for {len(steps)} such messages; "
+                f"The rendered conversation has {len(spans)} assistant turns for {len(steps)} assistant messages; "
                 f"{TURN_BEGIN!r} must begin exactly those."
             )
         return self._mask_of_spans(text, [span for span, step in zip(spans, steps, strict=True) if step])
 
     def gen_multi_turn_loss_mask_any(self, messages: list[Message], tools: list[Any] | None = None) -> TokensAndMask:
-        """Render the conversation, find the assistant's turns by a second rendering, and train each with its end."""
+        """Render the conversation, find assistant turns with a second rendering, and train on each with its end."""
         text = self.render(messages, tools)
         steps = [_step_mask(message) for message in messages if message["role"] == "assistant"]
         spans = _MarkedTurns(self, messages, tools).spans(text) if steps else []
@@ -197,10 +198,10 @@ class MultiTurnLossMaskGenerator:
         return list(encoded["input_ids"]), mask
 
     def _mask_without_offsets(self, text: str, trained: list[tuple[int, int]]) -> TokensAndMask:
-        """Find the tokens of character spans with a tokenizer that tells no offsets.
+        """Find the tokens of character spans with a tokenizer that does not report offsets.
 
-        Tokens that the whole text shares with its beginning up to a character, from the first on, end in front of
-        that character; those that it shares with the rest, from the last on, begin after it.
+        The token prefix that the whole text shares with its characters before a position ends before that position;
+        the token suffix that it shares with the characters after the position begins after it.
         """
         token_ids = self._encode(text)
         mask = [0] * len(token_ids)
@@ -213,14 +214,14 @@ class MultiTurnLossMaskGenerator:
     def gen_multi_turn_loss_mask_distill_qwen(
         self, messages: list[Message], tools: list[Any] | None = None
     ) -> TokensAndMask:
-        """Render the first message with the generation prompt, untrained, then the content of the last one."""
+        """Render the first message with the generation prompt, masked, then the content of the last one."""
         prompt_ids = self._encode(self.render(messages[:1], tools, add_generation_prompt=True))
         response_ids = self._encode(messages[-1]["content"])
         trained = _step_mask(messages[-1]) if messages[-1]["role"] == "assistant" else 0
         return prompt_ids + response_ids, [0] * len(prompt_ids) + [trained] * len(response_ids)
 
     def _join_units(self, messages: list[Message], text_of: Callable[[list[Message], bool], str]) -> TokensAndMask:
-        """Join ids and masks of the pieces; ChatML's turn marks keep token boundaries at the seams."""
+        """Join the pieces' ids and masks; ChatML's turn marks guarantee token boundaries at the seams."""
         prompt_ids = self._encode(self._generation_prompt())
         token_ids: list[int] = []
         loss_mask: list[int] = []
@@ -235,7 +236,7 @@ class MultiTurnLossMaskGenerator:
         return token_ids, loss_mask
 
     def _implied_system_text(self) -> str:
-        """Return the text that the template puts before a conversation without a system message."""
+        """Return the text that the template prepends to a conversation without a system message."""
         one, two = self.render([_DUMMY]), self.render([_DUMMY, _DUMMY])
         return one[: 2 * len(one) - len(two)]
 
