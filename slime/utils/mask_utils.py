@@ -254,10 +254,10 @@ class MultiTurnLossMaskGenerator:
 
 
 class _MarkedTurns:
-    """The assistant's turns of a conversation, found by rendering it with marks in the place of what they say.
+    """Finds a conversation's assistant turns by rendering it with marks in place of the assistant's words.
 
-    What is between two marks stands in both renderings: the end of a turn, the messages after it, and the header of
-    the next turn.  End and header are known from renderings of the conversation up to a turn.
+    The text between two marks occurs in both renderings: the end of a turn, the messages after it, and the header of
+    the next turn.  End and header are determined from renderings of the conversation up to a turn.
     """
 
     def __init__(self, generator: MultiTurnLossMaskGenerator, messages: list[Message], tools: Any) -> None:
@@ -273,13 +273,13 @@ class _MarkedTurns:
         """Return ``[begin, end)`` characters of each turn in ``text``, the rendered conversation.
 
         Raises:
-            DataError: the template leaves out a turn, or renders what is around turns otherwise for other turns.
+            DataError: the template omits a turn, or the text around turns depends on the turns' words.
         """
         other, between, position = self._render(self._messages), [], 0
         for turn in self._turns:
             mark = _mark(turn)
             if mark not in other:
-                raise DataError(f"The chat template leaves out message {turn}, a turn of the assistant.")
+                raise DataError(f"The chat template omits message {turn}, an assistant turn.")
             between.append(other[position : other.find(mark)])
             position = other.rfind(mark) + len(mark)
         between.append(other[position:])
@@ -291,14 +291,14 @@ class _MarkedTurns:
             around = shown[end[0] : stop]
             at = len(text) - len(around) if is_last else text.find(around, begin)
             if not text.startswith(around, at) or at < begin or (at and not number):
-                raise DataError(f"The chat template renders {around!r} otherwise after other words of the assistant.")
+                raise DataError(f"The chat template renders {around!r} differently after other assistant words.")
             if number:
                 spans.append((begin, at + end[1] - end[0]))
             begin = at + len(around)
         return spans
 
     def _header_end(self, turn: int, shown: str) -> int:
-        """Return where the header of a turn ends, in the text before what it says."""
+        """Return where a turn's header ends, in the text before the turn's words."""
         before = self._messages[:turn] or [_DUMMY]
         role = before[-1]["role"]
         if ("header", role) not in self._known:
@@ -309,12 +309,12 @@ class _MarkedTurns:
         pieces = self._known["header", role]
         for first, last in itertools.product(range(len(pieces)), range(len(pieces), 0, -1)):
             found = "".join(pieces[first:last])
-            if found and found in shown:  # a prompt may open thinking where a later rendering has none
+            if found and found in shown:  # a prompt may open a thought that later renderings omit
                 return shown.rfind(found) + len(found)
         return len(shown)
 
     def _end_of(self, turn: int, shown: str) -> tuple[int, int]:
-        """Return ``[begin, end)`` of what ends a turn, in the text after what it says; nothing at its end."""
+        """Return ``[begin, end)`` of what ends a turn, in the text after its words; an empty range if nothing does."""
         message, mark = self._messages[turn], _mark(turn)
         key = "end", bool(message.get("tool_calls"))
         if key not in self._known:
@@ -333,7 +333,7 @@ class _MarkedTurns:
 
 
 def _mark(turn: int) -> str:
-    """Return what stands for the words of a turn: no template changes it, and no conversation has it."""
+    """Return a stand-in for a turn's words that no template changes and no conversation contains."""
     return f"\u2063{turn}\u2063"
 
 
@@ -356,7 +356,7 @@ def _ended_by(message: Message, mark: str) -> Message:
 
 
 def _units(messages: list[Message]) -> list[list[Message]]:
-    """Group the messages: neighbouring tool messages together, as templates put them into one turn, others alone."""
+    """Group messages: adjacent tool messages together, because templates put them into one turn; others singly."""
     units: list[list[Message]] = []
     for message in messages:
         if units and message["role"] == "tool" and units[-1][0]["role"] == "tool":
@@ -367,7 +367,7 @@ def _units(messages: list[Message]) -> list[list[Message]]:
 
 
 def _step_mask(message: Message) -> int:
-    # None: a parquet column that only other messages fill.
+    # None occurs in a parquet column that only other messages fill.
     return int(message.get("step_loss_mask") in (None, 1))
 
 
@@ -399,9 +399,7 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _header_end(ids: list[int], header: list[int]) -> int:
-    """Return the end of the assistant's header in the first turn of a conversation, which a system block
-    may precede.
-    """
+    """Return the end of the assistant's header in a conversation's first turn, which may follow a system block."""
     found = _find(ids, header, 0)
     return found + len(header) if found >= 0 else common_length(header, ids)
 
@@ -417,10 +415,10 @@ def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _assistant_spans(text: str, written: str) -> list[tuple[int, int]]:
-    """Return ``[begin, end)`` characters of what the assistant generates in each of its turns.
+    """Return ``[begin, end)`` characters of what the assistant generates in each turn.
 
     Args:
-        written: what a prompt has after the header of a turn, such as an opened or empty thought.
+        written: what a prompt contains after a turn's header, such as an opened or empty thought.
     """
     spans = []
     header = text.find(TURN_BEGIN)
@@ -430,7 +428,7 @@ def _assistant_spans(text: str, written: str) -> list[tuple[int, int]]:
         begin += len(opened)
         end = text.find(TURN_END, begin)
         if end < 0:
-            raise DataError(f"A turn of the assistant has no {TURN_END!r}: {text[header : header + 80]!r}.")
+            raise DataError(f"An assistant turn has no {TURN_END!r}: {text[header : header + 80]!r}.")
         end += len(TURN_END)
         end += text.startswith("\n", end)
         spans.append((begin, end))

@@ -1,4 +1,4 @@
-"""The accelerator's memory for plug-ins and drivers: free what caches hold, ask what is free, log it."""
+"""Accelerator memory for plug-ins and drivers: free caches, query and log free memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def clear_memory(clear_host_memory: bool = False) -> None:
-    """Collect garbage and return the allocator's cached blocks, on request those of pinned host memory too."""
+    """Collect garbage and release the allocator's cached blocks, optionally those of pinned host memory too."""
     accelerator.synchronize()
     gc.collect()
     accelerator.empty_cache()
@@ -26,7 +26,7 @@ def clear_memory(clear_host_memory: bool = False) -> None:
 def available_memory() -> dict[str, str | float]:
     """Return the memory of this process's accelerator in GiB: total, free, used, allocated, reserved.
 
-    Without an accelerator all of them are 0.
+    All are 0 without an accelerator.
     """
     free, total = accelerator.mem_get_info()
     figures = {
@@ -40,7 +40,7 @@ def available_memory() -> dict[str, str | float]:
 
 
 def print_memory(msg: str, clear_before_print: bool = False) -> dict[str, str | float]:
-    """Log :func:`available_memory` under ``msg``; return it."""
+    """Log :func:`available_memory` with ``msg``; return it."""
     if clear_before_print:
         clear_memory()
     memory = available_memory()

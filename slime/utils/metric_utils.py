@@ -1,4 +1,4 @@
-"""The old path of ``slime.observability.metric_utils``, kept for code written for it."""
+"""Old path of ``slime.observability.metric_utils``."""
 
 from slime.observability.metric_utils import (
     compression_ratio,

@@ -1,4 +1,4 @@
-"""Small tools without a better home.  Plug-in authors import them; what grows here moves out."""
+"""Small utilities without a better home.  Plug-in authors import them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @functools.cache
 def load_function(path: str) -> Any:
-    """Import the attribute that a path such as ``my_package.my_module.my_function`` names.
+    """Import the attribute named by a path such as ``my_package.my_module.my_function``.
 
     Raises:
         HookError: the path has no dot, its module cannot be imported, or the module has no such attribute.
@@ -63,18 +63,18 @@ def load_function(path: str) -> Any:
 
 
 def call_hook(flag: str, path: str, *args: Any, **kwargs: Any) -> Any:
-    """Call the function that ``flag`` names by its import ``path``; as ``slime.utils.plugins.call_plugin`` does."""
+    """Call the function at import ``path``, the value of ``flag``; see ``slime.utils.plugins.call_plugin``."""
     return call_plugin(PluginCall(flag, path), load_function(path), *args, **kwargs)
 
 
 @functools.lru_cache(maxsize=256)
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a plug-in's function by name; cached, because they are asked for with every sample."""
+    """Return the parameters of a plug-in's function by name; cached, because every sample needs them."""
     return inspect.signature(function).parameters
 
 
 def accepted(function: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``facts`` that a plug-in's function has a parameter for; all when it takes ``**kwargs``."""
+    """Return the ``facts`` that a plug-in's function has parameters for; all if it takes ``**kwargs``."""
     parameters = parameters_of(function)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(facts)
@@ -85,10 +85,10 @@ _IMMUTABLE = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
 def copy_plain(value: T, memo: dict[int, Any] | None = None) -> T:
-    """Copy as ``copy.deepcopy``, fast for what JSON can hold: sampling parameters, metadata, token ids.
+    """Copy like ``copy.deepcopy``, but fast for JSON-like values: sampling parameters, metadata, token ids.
 
-    A list of numbers costs one look at each; other objects are copied by ``copy.deepcopy``.  Of a list or dict that
-    occurs twice two copies are made.
+    A list of immutable values costs only a type check per item; other objects are copied with ``copy.deepcopy``.  A
+    list or dict that occurs twice is copied twice.
     """
     kind = type(value)
     if kind in _IMMUTABLE:
@@ -103,7 +103,7 @@ def copy_plain(value: T, memo: dict[int, Any] | None = None) -> T:
 
 
 class SingletonMeta(type):
-    """Metaclass of classes that have one instance per process; later calls return the first instance."""
+    """Metaclass for one instance per process: later constructions return the first instance, ignoring arguments."""
 
     _instances: dict[type, Any] = {}
     _lock = threading.RLock()
@@ -115,15 +115,13 @@ class SingletonMeta(type):
             return SingletonMeta._instances[cls]
 
     def clear_instances(cls) -> None:
-        """Forget the instance of this class, so that the next call makes a new one."""
+        """Drop the instance, so that the next construction makes a new one."""
         with SingletonMeta._lock:
             SingletonMeta._instances.pop(cls, None)
 
 
 class Box:
-    """A wrapper that carries a value through a layer that would otherwise resolve it, as Ray does with bare
-    references.
-    """
+    """Wraps a value to pass it through a layer that would otherwise resolve it, as Ray resolves bare references."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -142,7 +140,7 @@ def group_by(iterable: Iterable[T], key: Callable[[T], Any] | None = None) -> di
 
 
 def exec_command(cmd: str, capture_output: bool = False) -> str | None:
-    """Run a shell command, as long as it takes: it may be a whole training run; its stdout when ``capture_output``.
+    """Run a shell command without a deadline (it may be a whole training run); return stdout if ``capture_output``.
 
     Raises:
         subprocess.CalledProcessError: the command failed.
@@ -155,10 +153,10 @@ def exec_command(cmd: str, capture_output: bool = False) -> str | None:
 def should_run_periodic_action(
     rollout_id: int, interval: int | None, num_rollout_per_epoch: int | None = None, num_rollout: int | None = None
 ) -> bool:
-    """Return True when an action of every ``interval`` rollouts is due after ``rollout_id`` (counted from 0).
+    """Return True if an action due every ``interval`` rollouts is due after ``rollout_id`` (counted from 0).
 
-    Also due at the end of an epoch and, when ``num_rollout`` is given, after the last rollout.  Epochs without a whole
-    rollout (0 in one) do not count.
+    It is also due at the end of an epoch and, if ``num_rollout`` is given, after the last rollout.  Epochs shorter
+    than a rollout (``num_rollout_per_epoch`` 0) do not count.
     """
     if interval is None:
         return False
@@ -169,13 +167,13 @@ def should_run_periodic_action(
 
 
 def decode_json(body: bytes) -> Any:
-    """Decode a JSON text; the text itself when it is no JSON."""
+    """Decode a JSON text; return the text itself if it is not JSON."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
         text = body.decode(errors="replace")
     try:
-        return json.loads(text)  # takes NaN and Infinity, which the fast parser refuses
+        return json.loads(text)  # accepts NaN and Infinity, which orjson refuses
     except json.JSONDecodeError:
         return text
 
@@ -184,7 +182,7 @@ def decode_int32(value: Any, name: str = "array") -> np.ndarray:
     """Return a flat int32 array from base64 text, raw bytes, a list, an array or a tensor.
 
     Raises:
-        DataError: it is something else, or holds other numbers.
+        DataError: it is something else, or its values are not 32-bit integers.
     """
     if isinstance(value, str):
         try:
@@ -209,9 +207,7 @@ def decode_int32(value: Any, name: str = "array") -> np.ndarray:
 
 
 def decode_int32_meta_array(meta: Mapping[str, Any], keys: str | Sequence[str]) -> Tensor | None:
-    """Return the flat int32 tensor under the first of ``keys`` that ``meta`` has with a value; None when it has none
-    of them.
-    """
+    """Return the flat int32 tensor under the first of ``keys`` with a value in ``meta``, or None."""
     for key in [keys] if isinstance(keys, str) else keys:
         if meta.get(key) is not None:
             return torch.from_numpy(decode_int32(meta[key], key))

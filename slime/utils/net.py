@@ -1,4 +1,4 @@
-"""Addresses and ports of this host.  Making requests is ``http_utils``."""
+"""Addresses and ports of this host.  For requests see ``http_utils``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PROBE_IPV6 = ("2001:4860:4860::8888", 80)
 
 
 def _probed_ip(family: socket.AddressFamily) -> str | None:
-    """Return the address of the interface that leads out of this host; None when there is no route.
+    """Return the address of the outgoing interface; None if there is no route.
 
-    Connecting a UDP socket sends nothing: it only makes the kernel pick a source address.
+    Connecting a UDP socket sends nothing; it only makes the kernel pick a source address.
     """
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -39,8 +39,8 @@ def _resolved_ip(hostname: str) -> str | None:
 def get_host_info() -> tuple[str, str]:
     """Return ``(hostname, ip)`` by which other nodes reach this one.
 
-    The first that gives an address: ``SLIME_HOST_IP``, the outgoing interface (IPv6 first with
-    ``SLIME_PREFER_IPV6``), the host name, loopback.
+    The address is the first available of ``SLIME_HOST_IP``, the outgoing interface (IPv6 first with
+    ``SLIME_PREFER_IPV6``), the resolved host name, and loopback.
     """
     hostname = socket.gethostname()
     families = [socket.AF_INET, socket.AF_INET6]
@@ -51,12 +51,12 @@ def get_host_info() -> tuple[str, str]:
 
 
 def loopback_address() -> str:
-    """Return the address at which only processes of this host reach a server."""
+    """Return the loopback address, IPv6 with ``SLIME_PREFER_IPV6``."""
     return "::1" if env.prefer_ipv6() else "127.0.0.1"
 
 
 def is_loopback(host: str) -> bool:
-    """Return True when only processes of this host reach ``host``; False for any other name than ``localhost``."""
+    """Return True for loopback addresses and ``localhost``; False for other names."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -69,12 +69,12 @@ def get_current_node_ip() -> str:
 
 
 def collective_address() -> str:
-    """Return the address of this host at which gloo meets: loopback where ``GLOO_SOCKET_IFNAME`` keeps it there."""
+    """Return the address of this host that gloo uses: loopback if ``GLOO_SOCKET_IFNAME`` is ``lo``."""
     return loopback_address() if env.get_str("GLOO_SOCKET_IFNAME") == "lo" else get_current_node_ip()
 
 
 def is_ipv6(host: str) -> bool:
-    """Return True when ``host`` is an IPv6 address (with or without brackets) rather than IPv4 or a name."""
+    """Return True if ``host`` is an IPv6 address, with or without brackets."""
     try:
         return ipaddress.ip_address(host.strip("[]")).version == 6
     except ValueError:
@@ -82,7 +82,7 @@ def is_ipv6(host: str) -> bool:
 
 
 def format_host(host: str) -> str:
-    """Format ``host`` for a URL: IPv6 addresses in brackets, everything else as it is."""
+    """Format ``host`` for a URL: IPv6 addresses in brackets, everything else unchanged."""
     return f"[{host.strip('[]')}]" if is_ipv6(host) else host
 
 
@@ -92,12 +92,12 @@ def format_host_port(host: str, port: int) -> str:
 
 
 def http_url(host: str | None, port: int | None) -> str:
-    """Return ``http://host:port``; with "None" in the place of what is not known yet."""
+    """Return ``http://host:port``; unknown parts appear as "None"."""
     return f"http://{format_host(str(host))}:{port}"
 
 
 def is_port_available(port: int) -> bool:
-    """Return True when a server may listen on ``port`` on all interfaces, IPv4 and IPv6 alike."""
+    """Return True if a server can listen on ``port`` on all interfaces, both IPv4 and IPv6."""
     if not 0 < port <= MAX_PORT:
         return False
     for family, host in ((socket.AF_INET, ""), (socket.AF_INET6, "::")):
@@ -116,7 +116,7 @@ def is_port_available(port: int) -> bool:
 
 
 def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
-    """Find the first port at or above ``start_port`` that begins a run of ``consecutive`` free ones.
+    """Return the first port at or above ``start_port`` that begins ``consecutive`` free ports.
 
     Another process may take it before the caller does: bind soon, and retry with the next.
     """
@@ -130,8 +130,8 @@ def get_free_port(start_port: int = 10000, consecutive: int = 1) -> int:
 
 
 def find_available_port(base_port: int) -> int:
-    """Find a free port some way above ``base_port``, from a random start so that neighbours rarely meet."""
-    # Not of the global generator: trainers seed it, and two jobs of one seed would choose the same port.
+    """Return a free port above ``base_port``, searching from a random start so that processes rarely collide."""
+    # Not the global generator: trainers seed it, and two jobs with the same seed would choose the same port.
     port = base_port + random.SystemRandom().randint(100, 1000)
     for _ in range(2000):
         if port > 60000:

@@ -1,7 +1,7 @@
-"""Import and call plug-ins so that every failure names the plug-in: its flag, its import path, and the sample.
+"""Imports and calls plug-ins so that every failure names the plug-in: its flag, its import path, and the sample.
 
-An exception leaves a plug-in as it was raised, with a note: one line with flag, path and sample, and below it the
-plug-in's own frames.  What would end the process or the event loop in silence (``SystemExit``) becomes a HookError.
+An exception from a plug-in is passed on unchanged, with a note: one line with flag, path and sample, followed by the
+plug-in's own frames.  ``SystemExit``, which would silently end the process or the event loop, becomes a HookError.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from slime.utils.errors import HookError
 logger = logging.getLogger(__name__)
 
 IMPORT_TIMEOUT_S = 600.0
-"""Longest import of a plug-in's module; the default of ``--plugin-import-timeout-s``."""
+"""Timeout in seconds for importing a plug-in's module; the default of ``--plugin-import-timeout-s``."""
 IMPORT_WARNING_S = 30.0
-"""An import that takes longer is named in the log."""
+"""Seconds after which a slow import is logged."""
 _MAX_FRAMES = 12
 _SLIME = str(Path(__file__).parents[1])
 _MACHINERY = ("<frozen", str(importlib.__file__))
@@ -38,7 +38,7 @@ _MACHINERY = ("<frozen", str(importlib.__file__))
 
 @dataclass(frozen=True, slots=True)
 class PluginCall:
-    """One call of a plug-in, as errors name it."""
+    """One call of a plug-in, for error messages."""
 
     flag: str
     path: str
@@ -50,16 +50,16 @@ class PluginCall:
         return f"{self.flag} {self.path}" + (f", called for {about}," if about else "")
 
     def describe(self, error: BaseException) -> str:
-        """Return one line that says what the plug-in raised, and below it the plug-in's own frames."""
+        """Return one line with the plug-in's exception, followed by the plug-in's own frames."""
         return f"{self} raised {said_by(error)}\n{frames_of(error)}"
 
 
 def said_by(error: BaseException) -> str:
-    """Return the type and the text of an exception, whose own methods may fail."""
+    """Return an exception's type and text, even if its own ``__str__`` fails."""
     try:
         text = str(error)
-    except Exception as other:  # anything: the class is the user's
-        text = f"(its text cannot be had: {type(other).__name__})"
+    except Exception as other:  # the class is the user's and may raise anything
+        text = f"(its text is unavailable: {type(other).__name__})"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -74,7 +74,7 @@ def _name_of(subject: Any) -> str:
 
 
 def call_plugin(call: PluginCall, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a plug-in; its exceptions get a note that names ``call``.
+    """Call a plug-in; its exceptions get a note that describes ``call``.
 
     Raises:
         HookError: the plug-in tried to end the process.
@@ -92,13 +92,13 @@ def call_plugin(call: PluginCall, function: Callable[..., Any], *args: Any, **kw
 
 
 def is_coroutine_function(function: Any) -> bool:
-    """Return whether calling ``function``, which may be wrapped or an object with ``__call__``, gives a coroutine."""
+    """Return whether calling ``function`` (possibly wrapped, or an object with ``__call__``) returns a coroutine."""
     inner = inspect.unwrap(function)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004
 
 
 async def await_plugin(call: PluginCall, function: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
-    """Call a plug-in and await its result; as ``call_plugin`` otherwise."""
+    """Call a plug-in and await its result; otherwise like ``call_plugin``."""
     try:
         return await function(*args, **kwargs)
     except Exception as error:
@@ -111,11 +111,11 @@ async def await_plugin(call: PluginCall, function: Callable[..., Awaitable[Any]]
 
 
 SECONDS: defaultdict[str, float] = defaultdict(float)
-"""Time in synchronous plug-ins of this process, by flag and path."""
+""""FLAG PATH" -> seconds spent in this process's synchronous plug-ins."""
 
 
 def calls_under_way() -> dict[str, int]:
-    """Return how many calls of each plug-in the tasks of this event loop await, by flag and path."""
+    """Return "FLAG PATH" -> number of calls of the plug-in that this event loop's tasks await."""
     found: Counter[str] = Counter()
     for task in asyncio.all_tasks():
         step: Any = task.get_coro()
@@ -131,9 +131,9 @@ _WRAPPERS = (call_plugin.__code__, await_plugin.__code__)
 
 
 def _add_note(call: PluginCall, error: Exception) -> None:
-    """Name the plug-in in the error, unless a plug-in that it called has been named already.
+    """Name the plug-in in the error, unless the error already names a plug-in that it called.
 
-    slime's own rollout and loss functions are no plug-ins, and a HookError says by itself what it is about.
+    slime's own rollout and loss functions are not plug-ins, and a HookError is self-explanatory.
     """
     is_named = any(note.startswith("--") for note in getattr(error, "__notes__", ()))
     is_own = call.subject is None and (not call.path or call.path.startswith("slime."))
@@ -151,12 +151,12 @@ def _ended(call: PluginCall, error: BaseException) -> BaseException:
 
 
 def frames_of(error: BaseException) -> str:
-    """Return the plug-in's own frames of a traceback, without those of slime and of the import machinery."""
+    """Return the plug-in's own frames of a traceback, without those of slime and the import machinery."""
     return _format([(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)])
 
 
 def frames_of_thread(thread: threading.Thread) -> tuple[PluginCall | None, str]:
-    """Return the plug-in call that a thread is in, None when it is in none, and the frames at which it is."""
+    """Return the plug-in call that a thread is in (or None) and its current frames."""
     found: list[tuple[FrameType, int]] = []
     call = None
     frame = sys._current_frames().get(thread.ident or 0)
@@ -170,7 +170,7 @@ def frames_of_thread(thread: threading.Thread) -> tuple[PluginCall | None, str]:
 
 
 def _format(frames: list[tuple[FrameType, int]]) -> str:
-    """Return the last frames as a traceback shows them; those of slime only where there are no others."""
+    """Format the last frames like a traceback; frames of slime are included only if there are no others."""
     named = [item for item in frames if not item[0].f_code.co_filename.startswith(_MACHINERY)]
     own = [item for item in named if not item[0].f_code.co_filename.startswith(_SLIME)]
     summary = traceback.StackSummary.extract(iter((own or named)[-_MAX_FRAMES:]))
@@ -181,14 +181,14 @@ def _format(frames: list[tuple[FrameType, int]]) -> str:
 
 
 class _Overdue(BaseException):
-    """The end of an import's time; no ``except Exception`` of the module may swallow it."""
+    """An import exceeded its deadline.  A BaseException, so that no ``except Exception`` of the module swallows it."""
 
 
 def import_plugin(module_name: str, where: str, timeout_s: float = IMPORT_TIMEOUT_S) -> ModuleType:
-    """Import the module of a plug-in.
+    """Import a plug-in's module.
 
     Raises:
-        HookError: the import raised something, tried to end the process, or did not end in time.
+        HookError: the import raised an error, tried to end the process, or exceeded its deadline.
     """
     if module_name in sys.modules:
         return importlib.import_module(module_name)
@@ -199,7 +199,7 @@ def import_plugin(module_name: str, where: str, timeout_s: float = IMPORT_TIMEOU
         return _import_in_thread(module_name, where, timeout_s)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a module raises, the job must not end without its name
+    except BaseException as error:  # whatever the module raises, the error must name it
         if isinstance(error, _Overdue):
             raise HookError(str(error)) from None
         raise HookError(
@@ -211,7 +211,7 @@ def import_plugin(module_name: str, where: str, timeout_s: float = IMPORT_TIMEOU
 
 @contextmanager
 def _alarm(module_name: str, where: str, timeout_s: float) -> Iterator[None]:
-    """Interrupt the main thread when the import's time is over.  It stays there, because modules may need it."""
+    """Interrupt the main thread at the import's deadline.  Imports stay there because modules may need it."""
     began = time.monotonic()
 
     def on_alarm(signum: int, frame: FrameType | None) -> None:
@@ -221,7 +221,7 @@ def _alarm(module_name: str, where: str, timeout_s: float) -> Iterator[None]:
             _warn_of_import(module_name, where, passed_s, at)
             signal.setitimer(signal.ITIMER_REAL, timeout_s - passed_s, 1.0)
             return
-        raise _Overdue(_overdue(module_name, where, timeout_s, at))  # every second, until it gets through
+        raise _Overdue(_overdue(module_name, where, timeout_s, at))  # repeated every second until it gets through
 
     before = signal.signal(signal.SIGALRM, on_alarm)
     signal.setitimer(signal.ITIMER_REAL, min(IMPORT_WARNING_S, timeout_s), 1.0)
@@ -233,13 +233,13 @@ def _alarm(module_name: str, where: str, timeout_s: float) -> Iterator[None]:
 
 
 def _import_in_thread(module_name: str, where: str, timeout_s: float) -> ModuleType:
-    """Import away from the main thread, where no alarm can interrupt; a module that blocks is left behind."""
+    """Import outside the main thread, where alarms cannot interrupt; a module that blocks is abandoned."""
     outcome: list[ModuleType | BaseException] = []
 
     def work() -> None:
         try:
             outcome.append(importlib.import_module(module_name))
-        except BaseException as error:  # raised where the import is waited for
+        except BaseException as error:  # raised in the waiting thread
             outcome.append(error)
 
     thread = threading.Thread(target=work, name=f"import {module_name}", daemon=True)

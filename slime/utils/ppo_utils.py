@@ -1,7 +1,7 @@
-"""Old path of the loss and advantage maths, with the old signatures; the maths is in ``slime.algorithms``.
+"""Old path and signatures of the loss and advantage maths, which is in ``slime.algorithms``.
 
-For plug-ins written against slime; nothing inside the package imports it.  Sequences are whole responses: whoever
-runs with context parallelism gathers them first.
+For plug-ins written against slime; nothing inside the package imports this.  Sequences are whole responses: with
+context parallelism, gather them first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 def compute_approx_kl(
     log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: str, importance_ratio: Tensor | None = None
 ) -> Tensor:
-    """Return ``approx_kl``: the KL divergence of each token from the base policy, in nats."""
+    """Return ``approx_kl``: each token's KL divergence from the base policy, in nats."""
     return approx_kl(log_probs, log_probs_base, kl_loss_type, importance_ratio)
 
 
@@ -67,7 +67,7 @@ def compute_gspo_kl(
     local_log_probs: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
 ) -> Tensor:
-    """Return each sequence's mean of ``old - new`` on each of its local tokens, concatenated."""
+    """Return each sequence's mean of ``old - new``, repeated for each of its local tokens and concatenated."""
     kl = -sequence_log_ratio(full_log_probs, full_old_log_probs, loss_masks)
     return spread_over_tokens(kl, [len(local) for local in local_log_probs])
 
@@ -79,8 +79,9 @@ def compute_opsm_mask(
     advantages: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Return ``off_policy_sequence_mask`` with the threshold ``args.opsm_delta``, and the sum over samples of the
-    fraction of trained tokens that it drops.
+    """Return ``off_policy_sequence_mask`` with the threshold ``args.opsm_delta``, and a sum over samples.
+
+    The sum adds up the fractions of trained tokens that the mask drops.
     """
     keep = off_policy_sequence_mask(full_log_probs, full_old_log_probs, loss_masks, advantages, delta=args.opsm_delta)
     dropped = torch.split_with_sizes(1 - keep, [len(mask) for mask in loss_masks])
@@ -89,7 +90,7 @@ def compute_opsm_mask(
 
 
 def get_grpo_returns(rewards: Tensor, kl: Sequence[Tensor]) -> list[Tensor]:
-    """Return the reward of each sample on each of its tokens."""
+    """Return each sample's reward, repeated for each of its tokens."""
     inputs = AdvantageInputs(rewards_N=rewards, kl_N=kl)
     return get_estimator("grpo").compute(inputs, AdvantageConfig())[1]
 
@@ -103,7 +104,7 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float,
     gamma: float,
 ) -> list[Tensor]:
-    """Return the discounted return of each trained token, over trained tokens alone; 0 for the others."""
+    """Return each trained token's discounted return, over trained tokens only; 0 for other tokens."""
     inputs = AdvantageInputs(rewards_N=rewards, kl_N=kl, mask_N=loss_masks)
     return get_estimator("reinforce_plus_plus").compute(inputs, AdvantageConfig(kl_coef=kl_coef, gamma=gamma))[1]
 
@@ -111,7 +112,7 @@ def get_reinforce_plus_plus_returns(
 def get_reinforce_plus_plus_baseline_advantages(
     rewards: Tensor, kl: Sequence[Tensor], loss_masks: Sequence[Tensor], kl_coef: float
 ) -> list[Tensor]:
-    """Return ``reward - kl_coef * kl`` on each token."""
+    """Return ``reward - kl_coef * kl`` for each token."""
     inputs = AdvantageInputs(rewards_N=rewards, kl_N=kl, mask_N=loss_masks)
     return get_estimator("reinforce_plus_plus_baseline").compute(inputs, AdvantageConfig(kl_coef=kl_coef))[0]
 
@@ -125,15 +126,15 @@ def get_advantages_and_returns_batch(
     lambd: float,
     chunked: bool = True,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return generalised advantages and returns of a ragged list, each entry of which is a step of time.
+    """Return generalized advantages and returns of a ragged list, in which every token is a time step.
 
-    The caller leaves out what a tool wrote.  ``chunked`` is accepted and changes nothing.
+    The caller leaves out tool tokens.  ``chunked`` has no effect.
     """
     return generalised_advantages(rewards_list, values_list, gamma=gamma, lambd=lambd)
 
 
 def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """Return generalised advantages and returns of a [B, T] batch."""
+    """Return generalized advantages and returns of a [B, T] batch."""
     advantages, returns = generalised_advantages(rewards.unbind(0), values.unbind(0), gamma=gamma, lambd=lambd)
     return torch.stack(advantages), torch.stack(returns)
 
@@ -141,12 +142,12 @@ def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> 
 def chunked_gae(
     rewards: Tensor, values: Tensor, gamma: float, lambd: float, chunk_size: int = 128
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``vanilla_gae``; the scan needs no chunks, so ``chunk_size`` changes nothing."""
+    """Compute ``vanilla_gae``; the scan needs no chunks, so ``chunk_size`` has no effect."""
     return vanilla_gae(rewards, values, gamma, lambd)
 
 
 def chunked_discounted_returns(rewards: Tensor, gamma: float, chunk_size: int = 128) -> Tensor:
-    """Return discounted sums along the last dimension; ``chunk_size`` changes nothing."""
+    """Return discounted suffix sums along the last dimension; ``chunk_size`` has no effect."""
     return discounted_suffix_sums(rewards, gamma)
 
 
@@ -159,7 +160,7 @@ def calculate_log_probs_and_entropy(
     log_prob_keep_mask: Tensor | None = None,
     with_entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability of each token, [T, 1], and on request the entropy of each row of logits, [T].
+    """Return the log-probability of each token, [T, 1], and optionally the entropy of each row of logits, [T].
 
     Args:
         logits: [T, V / tensor-parallel size].

@@ -1,4 +1,4 @@
-"""Load a model's tokenizer and processor, and prepare images.
+"""Loads a model's tokenizer and processor, and prepares images.
 
 transformers, PIL and qwen_vl_utils are imported by the functions that need them.
 """
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PATCH_SIZE = 14
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Others of PIL's run programs, or are rare and old."""
+"""Accepted image formats; PIL's other formats run external programs or are rare and old."""
 MAX_IMAGE_PIXELS = 1 << 26
 MAX_IMAGE_BYTES = 1 << 26
 IMAGE_TIMEOUT_S = 20.0
 MAX_PATH = 4096
-"""Characters of a path; a longer text is base64."""
+"""Maximum characters of a path; a longer text is taken as base64."""
 IMAGE_NAMES = ("image", "image_url", "input_image")
-"""Types of parts of messages that are images, and the keys of their sources."""
+"""Types of message parts that are images; also the keys of their sources."""
 NOT_SEEN = ("video", "video_url", "input_video", "audio", "audio_url", "input_audio")
-"""The same of parts that no model here takes."""
+"""The same for parts that no model here accepts."""
 SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
-"""What a part may say of the size of its image."""
+"""Keys with which a part may set its image's size."""
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
@@ -50,7 +50,7 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
     """Return the tokenizer of a Hugging Face folder or hub name; ``kwargs`` go to ``AutoTokenizer.from_pretrained``.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: the tokenizer is missing or cannot be read.
     """
     _has_processor(path)
     from transformers import AutoTokenizer
@@ -67,20 +67,20 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
 
 
 def _refuse_remote_code(path: str, error: Exception, *, trusted: bool) -> None:
-    """Raise ConfigError when transformers failed because the folder's own code would have to run."""
-    config = Path(path) / "tokenizer_config.json"  # where a class of transformers has the model's name, it is tried
+    """Raise ConfigError if transformers failed because the folder's own code would have to run."""
+    config = Path(path) / "tokenizer_config.json"  # transformers may have tried its own class of the same name
     brings_code = config.is_file() and "auto_map" in config.read_text(encoding="utf-8", errors="replace")
     if "trust_remote_code" in str(error) or (brings_code and not trusted):
         raise ConfigError(
-            f"{path} brings Python code of its own, which this job would have to run. Read it, and add "
-            "--trust-remote-code if you trust it; or use a folder whose files transformers reads by itself."
+            f"{path} contains Python code that this job would have to run. Read it, and add --trust-remote-code if "
+            "you trust it; or use a folder whose files transformers reads without it."
         ) from error
 
 
 def _has_processor(path: str) -> bool:
-    """Return False for a folder without a processor; for others, transformers finds torchvision from the start.
+    """Return False for a folder without a processor; otherwise import torchvision and return True.
 
-    It looks when its tokenizers are imported, too, and remembers.
+    transformers checks for torchvision once, as early as when its tokenizers are imported.
     """
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in PROCESSOR_FILES):
         return False
@@ -89,9 +89,9 @@ def _has_processor(path: str) -> bool:
 
 
 def load_processor(path: str, **kwargs: Any) -> Any | None:
-    """Return the processor of a multimodal model; None when the model has none.
+    """Return a multimodal model's processor; None if the model has none.
 
-    A processor whose own dependencies are missing counts as none, with a warning: text-only training goes on without.
+    If the processor's dependencies are missing, logs a warning and returns None, so that text-only training works.
     """
     if not _has_processor(path):
         return None
@@ -104,7 +104,7 @@ def load_processor(path: str, **kwargs: Any) -> Any | None:
         logger.info("No processor in %s: %s", path, error)
         return None
     except ImportError as error:
-        logger.warning("The processor of %s is not used, because it needs what is not installed: %s", path, error)
+        logger.warning("Not using the processor of %s, because a dependency is not installed: %s", path, error)
         return None
     if not isinstance(processor, ProcessorMixin):
         return None
@@ -112,9 +112,7 @@ def load_processor(path: str, **kwargs: Any) -> Any | None:
 
 
 def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None) -> dict[str, Any]:
-    """Return keyword arguments for ``processor(text=..., **kwargs)``: ids as lists, everything else as
-    torch tensors, images in RGB.
-    """
+    """Return arguments for ``processor(text=..., **kwargs)``: ids as lists, the rest as tensors, RGB images."""
     kwargs = dict(multimodal_inputs or {})
     if kwargs.get("images"):
         kwargs["images"] = [as_rgb(image) for image in kwargs["images"]]
@@ -132,7 +130,7 @@ def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None) -> dict[str
 def process_text(
     text: str, multimodal_inputs: dict[str, Any] | None, processor: Any
 ) -> tuple[list[int], dict[str, Any]]:
-    """Return the ids of a text with images, and the processor's other outputs, which the trainer gets."""
+    """Return the ids of a text with images, and the processor's other outputs, which go to the trainer."""
     outputs = processor(text=text, **build_processor_kwargs(multimodal_inputs))
     ids = outputs["input_ids"].tolist() if hasattr(outputs["input_ids"], "tolist") else list(outputs["input_ids"])
     train_inputs = {k: v for k, v in outputs.items() if k not in ("input_ids", "attention_mask")}
@@ -140,31 +138,31 @@ def process_text(
 
 
 def one_id_an_image(input_ids: Sequence[int], image_token: int) -> list[int]:
-    """Return the ids as an engine takes them: one represents each image, which its processor puts in its place."""
+    """Collapse each image's ids to a single one, as engines expect; their processor expands it again."""
     before = [None, *input_ids[:-1]]
     return [token for token, last in zip(input_ids, before, strict=True) if not token == last == image_token]
 
 
 def check_image_tokens(name: str, payload: Mapping[str, Any], meta_info: Mapping[str, Any], num_tokens: int) -> None:
-    """Check that the engine made as many tokens of the images of ``payload`` as the trainer will read.
+    """Check that the engine expanded the images of ``payload`` to as many tokens as the trainer.
 
     Raises:
-        DataError: it made another number.
+        DataError: the numbers differ.
     """
     counted, was_aborted = meta_info.get("prompt_tokens"), meta_info["finish_reason"].get("type") == "abort"
     if payload.get("image_data") and counted and counted != num_tokens and not was_aborted:
         raise DataError(
-            f"{name} with {len(payload['image_data'])} images has {num_tokens} tokens, and {counted} in the engine: "
-            "its processor makes images of another size. Both read the processor's files in --hf-checkpoint; look at "
-            "SGLANG_IMAGE_MAX_PIXELS, and at the size of the images."
+            f"{name} with {len(payload['image_data'])} images has {num_tokens} tokens, but {counted} in the engine: "
+            "its processor produces another image size. Both read the processor's files in --hf-checkpoint; check "
+            "SGLANG_IMAGE_MAX_PIXELS and the size of the images."
         )
 
 
 def compact_pixels(inputs: dict[str, Any], processor: Any) -> dict[str, Any]:
-    """Return a processor's outputs with ``pixel_values`` as bytes, a quarter of the memory, where that loses nothing.
+    """Return a processor's outputs with ``pixel_values`` as uint8, a quarter of the memory, if that is lossless.
 
-    Beside them is ``pixel_range``, what :func:`full_pixels` needs.  Pixels that are no bytes shifted and scaled, all
-    channels alike, stay as they are.
+    ``pixel_range`` is added for :func:`full_pixels`.  Pixels stay unchanged unless they are bytes with the same shift
+    and scale in all channels.
     """
     import torch
 
@@ -180,7 +178,7 @@ def compact_pixels(inputs: dict[str, Any], processor: Any) -> dict[str, Any]:
 
 
 def full_pixels(inputs: Mapping[str, Any]) -> Any:
-    """Return ``pixel_values`` as the processor gave them, on the device where they are."""
+    """Return ``pixel_values`` as the processor produced them, on their current device."""
     pixels = inputs["pixel_values"]
     if "pixel_range" not in inputs:
         return pixels
@@ -189,7 +187,7 @@ def full_pixels(inputs: Mapping[str, Any]) -> Any:
 
 
 def join_images(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the processor's outputs for images that were processed apart, one after the other."""
+    """Concatenate the processor's outputs of two sets of images that were processed separately."""
     import torch
 
     if not first or not second:
@@ -205,13 +203,13 @@ def join_images(first: Mapping[str, Any] | None, second: Mapping[str, Any] | Non
 
 
 def process_vision_info(prompt: Sequence[dict[str, Any]], processor: Any) -> dict[str, Any]:
-    """Return ``{"images": [...] | None, "videos": None}`` found in chat messages, in order.
+    """Return ``{"images": [...] | None, "videos": None}`` for the images in chat messages, in order.
 
-    qwen_vl_utils, where it is installed, resizes images to multiples of the patch size.  It would open paths and fetch
-    URLs by itself, so it gets opened images alone.
+    If installed, qwen_vl_utils resizes images to multiples of the patch size.  It would open paths and fetch URLs
+    itself, so it gets only opened images.
 
     Raises:
-        DataError: an image cannot be used, see :func:`open_image`; or there is a video or sound.
+        DataError: an image is unusable (see :func:`open_image`), or there is a video or audio part.
     """
     found = [(part, open_image(_source(part))) for part in _image_parts(prompt)]
     if not found:
@@ -231,16 +229,16 @@ def process_vision_info(prompt: Sequence[dict[str, Any]], processor: Any) -> dic
 
 
 def media_of(sample: Sample) -> list[Any]:
-    """Return the pictures and videos of a sample, in order."""
+    """Return a sample's images and videos, in order."""
     lists = (sample.multimodal_inputs or {}).values()
     return [item for items in lists if isinstance(items, (list, tuple)) for item in items]
 
 
 def image_sources(prompt: Sequence[dict[str, Any]]) -> list[Any]:
-    """Return what chat messages name as images, in order: paths, URLs, bytes.
+    """Return the sources of images in chat messages, in order: paths, URLs, bytes.
 
     Raises:
-        DataError: there is a video or sound.
+        DataError: there is a video or audio part.
     """
     return [_source(part) for part in _image_parts(prompt)]
 
@@ -252,7 +250,7 @@ def _image_parts(prompt: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, A
             if not isinstance(part, Mapping):
                 continue
             if unseen := _first_name(part, NOT_SEEN):
-                raise DataError(f"A message has a part of type {unseen}; models see images alone. Leave it out.")
+                raise DataError(f"A message has a part of type {unseen}; models take only images. Remove it.")
             if _first_name(part, IMAGE_NAMES):
                 yield part
             else:
@@ -260,7 +258,7 @@ def _image_parts(prompt: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, A
 
 
 def _first_name(part: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """Return the first of ``names`` that is the type of a part, or a key with a value."""
+    """Return the first of ``names`` that is the part's type or a key with a value."""
     return next((name for name in names if part.get("type") == name or part.get(name) is not None), None)
 
 
@@ -275,8 +273,9 @@ def _unwrapped(source: Any) -> Any:
 
 
 def as_rgb(image: Any) -> Any:
-    """Return a PIL image in RGB, upright as its EXIF data says, on white where it is transparent, and with 16 bits a
-    channel scaled to 8; what is so already, or no PIL image, is returned itself.
+    """Convert a PIL image to 8-bit RGB, rotated by its EXIF data, with transparency on white.
+
+    Images that need no conversion, and other objects, are returned unchanged.
     """
     from PIL import ExifTags, Image, ImageOps
 
@@ -296,15 +295,15 @@ def as_rgb(image: Any) -> Any:
 
 
 def open_image(source: Any) -> Any:
-    """Return a PIL image in RGB, decoded; see :func:`as_rgb`.
+    """Open and decode an image; return a PIL image in RGB (see :func:`as_rgb`).
 
     Args:
-        source: a path, a ``file:``, ``data:``, ``http:`` or ``https:`` URL, bytes, base64, an image, or a map with
+        source: a path; a ``file:``, ``data:``, ``http:`` or ``https:`` URL; bytes; base64; an image; or a dict with
             one of these under ``bytes``, ``path``, ``url`` or ``base64``.
 
     Raises:
-        DataError: it cannot be read, is damaged or cut off, of an unknown format, animated, too large, or of a mode
-            that has no plain picture: CMYK, 32 bits a pixel.
+        DataError: the image cannot be read, is damaged or truncated, of an unknown format, animated, too large, or of
+            an unsupported mode (CMYK, 32 bits per pixel).
     """
     from PIL import Image
 
@@ -325,17 +324,17 @@ def open_image(source: Any) -> Any:
                 what = f"has {frames} frames" if frames != 1 else f"is in {image.mode}"
                 raise DataError(f"The image {name} of a prompt {what}; save it as one picture in RGB.")
             image.load()
-            return as_rgb(image).convert("RGB")  # a copy, without the file
+            return as_rgb(image).convert("RGB")  # a copy that does not refer to the file
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error, OverflowError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"The image {name} of a prompt cannot be decoded: {error}. Is it whole?") from error
+        raise DataError(f"The image {name} of a prompt cannot be decoded: {error}. Is it complete?") from error
     except Image.DecompressionBombError as error:
         raise DataError(f"The image {name} of a prompt is too large: {error}") from error
 
 
 def _image_data(source: Any) -> tuple[str, bytes]:
-    """Return a name for messages, and the bytes of the file."""
+    """Return a name for messages, and the file's bytes."""
     if isinstance(source, (bytes, bytearray)):
         return f"({len(source)} bytes)", bytes(source)
     if not isinstance(source, str):
@@ -348,10 +347,10 @@ def _image_data(source: Any) -> tuple[str, bytes]:
         try:
             return name, base64.b64decode(source.partition(",")[2] if is_url else source, validate=True)
         except ValueError as error:
-            raise DataError(f"The image {name} of a prompt is no base64: {error}.") from error
+            raise DataError(f"The image {name} of a prompt is not base64: {error}.") from error
     path = Path(source.removeprefix("file://"))
     try:
-        if not path.is_file():  # reading a device or a pipe may not end
+        if not path.is_file():  # reading a device or a pipe may never end
             raise DataError(f"The image {name} of a prompt cannot be opened: there is no such file.")
         if (size := path.stat().st_size) > MAX_IMAGE_BYTES:
             raise DataError(f"The image {name} of a prompt has {size} bytes; {MAX_IMAGE_BYTES} are allowed.")
@@ -361,18 +360,18 @@ def _image_data(source: Any) -> tuple[str, bytes]:
 
 
 def _fetched(url: str) -> bytes:
-    """Return what a web server sends for ``url``; redirections are not followed.
+    """Fetch ``url`` from a web server; redirects are not followed.
 
     Raises:
-        DataError: the host is, or resolves to, an address that is not public; or it sends an error, too much, or
-            nothing in time.
+        DataError: the host is, or resolves to, a non-public address; or the server sends an error or too much, or is
+            too slow.
     """
     deadline_s = time.monotonic() + IMAGE_TIMEOUT_S
     try:
         parts = urllib.parse.urlsplit(url)
         connection_class = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = connection_class(parts.hostname or "", parts.port, timeout=IMAGE_TIMEOUT_S)
-        # Connected to the address that was looked at: a second look-up may give another one.
+        # Connects to the address that was checked: a second lookup might return another one.
         setattr(connection, "_create_connection", _public_connection)  # noqa: B010
         with closing(connection):
             connection.request("GET", parts._replace(scheme="", netloc="", fragment="").geturl() or "/")
@@ -395,7 +394,7 @@ def _fetched(url: str) -> bytes:
 
 
 def _public_connection(address: tuple[str, int], *others: Any) -> socket.socket:
-    """Connect as ``socket.create_connection`` does, to public addresses alone."""
+    """Connect like ``socket.create_connection``, but only to public addresses."""
     host, port = address
     found = [entry[4] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for place in found:
@@ -408,7 +407,7 @@ def _public_connection(address: tuple[str, int], *others: Any) -> socket.socket:
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:
-    """Return a PIL image as the ``data:image/png;base64,...`` URL that the engine takes in ``image_data``."""
+    """Encode a PIL image as the ``data:image/png;base64,...`` URL that engines take in ``image_data``."""
     buffer = io.BytesIO()
     as_rgb(image).save(buffer, format="PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

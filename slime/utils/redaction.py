@@ -1,6 +1,6 @@
-"""What is never written down: keys, tokens and passwords, found by the names of their places and by their own form.
+"""Redacts keys, tokens and passwords, recognized by the names of their fields and by their own form.
 
-Whatever describes a job goes through here first: logs, the record, checkpoints, Weights & Biases.
+Everything that describes a job passes through here first: logs, the record, checkpoints, Weights & Biases.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SECRET_NAME = re.compile(
     r"|(^|_)(access|api|auth|bearer|refresh|session)_?tokens|_pwd|(^|_)authorization|(^|_)cookies?"
     r"|connection_string|postgres_db_url|redis_url|oracle_connect_descriptor|amz_signature|sas)_?\d*$"
 )
-"""Names in small letters, with ``_`` between their words."""
+"""Matches names in lower case with ``_`` between words."""
 _TOKEN_NAME = re.compile(r"(?:^|_)(?:([a-z0-9]+)_)?token_?\d*$")
 _OF_TEXT = set(
     "added audio begin bos cls decoder di end eod eoi eol eos eot first forced frame im image input label last "
     "loss mask max middle min new newline next num output pad per prefix prompt response sep single sot special start "
     "stop suffix think tool unk video vision word".split()
 )
-"""The word before ``token`` in names of a piece of text, such as pad_token."""
+"""Words before ``token`` in names of a piece of text, such as pad_token."""
 _PIECE_OF_TEXT = re.compile(r"[<\[].*[>\]]", re.DOTALL)
 _SHOWN_END = "\x1f\n"
 _OF_QUERIES = ("key", "sig", "signature")
@@ -45,7 +45,7 @@ _NAME = re.compile(
     r"(?P<quote>\\*[\"'])?[ \t]*(?P<sign>[=:])(?!=)[ \t\x1f]*(?:\n[ \t]*(?=- ))?"
     r"|(?P<comma>\\*[\"']\s*,\s*)(?P<key>\\*[\"']value\\*[\"']\s*:\s*)?(?=\\*[\"'])))"
 )
-"""A name before its value: ``--name value``, ``name=value``, ``name: value``, or as Python shows one of a list."""
+"""A name before its value: ``--name value``, ``name=value``, ``name: value``, or as in a printed Python list."""
 _VALUE = re.compile(
     r"(?P<quote>\\*[\"'])(?P<inner>.*?)(?<!\\)(?P=quote)|\[[^\]]*\]|\{[^}]*\}|[|>][+-]?\x1f?\n[ \t]+[^\n\x1f]+"
     r"|(?:-[ \t]+\S+(?:\s*\n[ \t]*(?=- ))?)+|\\*[\"']?(?:\(secret\)|[^\s\"',;&<>)\]}\\])+",
@@ -72,19 +72,19 @@ _FORMS = tuple(
         (r"(?<=hooks\.slack\.com/services/)[\w/]+", REDACTED),
     )
 )
-"""Forms of secrets that tell themselves, and what is shown of them."""
+"""(pattern of a self-identifying secret, replacement)."""
 _BASIC = re.compile(r"\b((?i:basic)\s+)([A-Za-z\d+/]{4,}={0,2})")
 _SHORTEST_KNOWN = 6
 
 
 class _Known:
-    """The secrets that the settings of this process name, which no text shows, wherever they come up."""
+    """The secrets in this process's settings, which are redacted wherever they occur."""
 
     pattern: re.Pattern[str] | None = None
 
 
 def is_secret(name: str) -> bool:
-    """Return True when the flag, attribute, key or environment variable ``name`` holds a secret."""
+    """Return True if the flag, attribute, key or environment variable ``name`` holds a secret."""
     return _is_always_secret(name) or _is_token(name)
 
 
@@ -112,10 +112,12 @@ def _hides(name: str, value: Any) -> bool:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """Return a copy of ``value`` in which ``(secret)`` stands for each secret, however deep; dataclasses become dicts.
+    """Return a copy of ``value`` with each secret, however deep, replaced by ``(secret)``; dataclasses become dicts.
 
     Args:
-        value: of a setting; containers are walked, texts are searched, objects are shown as text where that has one.
+        value: a setting's value; containers are traversed, texts searched, and objects whose text has a secret are
+            replaced by the redacted text.
+        name: the setting's name, which may mark the whole value as a secret.
     """
     if name and _hides(name, value):
         return REDACTED
@@ -158,7 +160,7 @@ def _redacted_map(values: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _redacted_items(items: Sequence[Any]) -> Iterator[Any]:
-    """Yield the items of a list, of which some may be words of a command line, or two a name and its value."""
+    """Yield redacted list items; items may be command-line words, or a pair of a name and its value."""
     flag = ""
     for index, item in enumerate(items):
         if not isinstance(item, str):
@@ -172,30 +174,28 @@ def _redacted_items(items: Sequence[Any]) -> Iterator[Any]:
 
 
 def redacted_words(words: Sequence[str]) -> list[str]:
-    """Return a command line in which secrets are replaced."""
+    """Return a command line with secrets redacted."""
     return [str(word) for word in redacted(list(words))]
 
 
 def redacted_text(text: str) -> str:
-    """Return ``text`` without the secrets in its URLs, headers, JSON, YAML, flags and variables, and without tokens
-    of well-known forms.
-    """
+    """Redact secrets in a text's URLs, headers, JSON, YAML, flags and variables, and tokens of well-known forms."""
     if _Known.pattern is not None:
         text = _Known.pattern.sub(REDACTED, text)
     if text.lstrip()[:1] in ("{", "["):
-        with contextlib.suppress(ValueError, RecursionError):  # no JSON, which is a text like others
+        with contextlib.suppress(ValueError, RecursionError):  # not JSON: treated like other texts
             value = json.loads(text)
             if (hidden := redacted(value)) != value:
                 return json.dumps(hidden, ensure_ascii=False)
     for pattern, shown in _FORMS:
         text = pattern.sub(shown, text)
     text = _QUERY.sub(_redacted_parameter, _BASIC.sub(_redacted_basic, text))
-    lines = text.replace("\\n", _SHOWN_END)  # of a text within a text
+    lines = text.replace("\\n", _SHOWN_END)  # escaped line ends, from a text quoted within a text
     return "".join(_without_named(lines)).replace(_SHOWN_END, "\\n")
 
 
 def _redacted_basic(found: re.Match[str]) -> str:
-    """Hide what base64 makes of ``user:password``."""
+    """Redact the base64 form of ``user:password``."""
     try:
         is_hidden = b":" in base64.b64decode(found[2], validate=True)
     except ValueError:
@@ -209,7 +209,7 @@ def _redacted_parameter(found: re.Match[str]) -> str:
 
 
 def _without_named(text: str) -> Iterator[str]:
-    """Yield the pieces of a text, with ``(secret)`` for values that follow the name of a secret."""
+    """Yield the pieces of a text, with values after a secret's name replaced by ``(secret)``."""
     done = 0
     for found in _NAME.finditer(text):
         name = found["flag"] or found["name"]
@@ -228,7 +228,7 @@ def _is_value(found: re.Match[str], value: str) -> bool:
     name = found["flag"] or found["name"]
     before = found.string[max(0, found.start() - 20) : found.start()].rstrip(" \t")
     if found["comma"] and not (found["key"] or name.startswith("--") or before[:-1].endswith(("(", "["))):
-        return False  # the next one of a list of names
+        return False  # the next item in a list of names
     if value in ("", "None", "null", "True", "False", "true", "false", "[]", "{}"):
         return False
     is_key = found["sign"] != ":" or found["quote"] is not None or before[-1:] in ("", "\n", "{", ",", "[")
@@ -239,7 +239,7 @@ def _is_value(found: re.Match[str], value: str) -> bool:
 
 
 def hide_values(settings: Namespace) -> None:
-    """Let no text of this process show the secrets of ``settings``, from here on, whatever is around them."""
+    """From now on, redact the secrets of ``settings`` in every text of this process, whatever surrounds them."""
     secrets = sorted(set(_secret_texts(vars(settings))), key=len, reverse=True)
     words = "|".join(map(re.escape, secrets))
     _Known.pattern = re.compile(rf"(?<!\w)(?:{words})(?!\w)") if secrets else None

@@ -1,4 +1,4 @@
-"""The old path of ``slime.backends.megatron_utils.reloadable_groups``, kept for code written for it."""
+"""Old path of ``slime.backends.megatron_utils.reloadable_groups``."""
 
 from slime.backends.megatron_utils.reloadable_groups import (
     ReloadableProcessGroup,

@@ -1,4 +1,4 @@
-"""The old path of ``slime.backends.megatron_utils.routing_replay``, kept for code written for it."""
+"""Old path of ``slime.backends.megatron_utils.routing_replay``."""
 
 from slime.backends.megatron_utils.routing_replay import RoutingReplay
 

@@ -1,12 +1,12 @@
-"""Pickles that others wrote, read without running their code.
+"""Reads pickles from others without running their code.
 
-A pickle names the callables that rebuild its objects, and Python's reader calls whatever is named, ``os.system`` too.
-The reader here finds the names in ``_PLAIN`` and ``_BUILT`` alone: containers, numbers, texts, times, paths, arrays,
-tensors, images, named records.  Any other name is an error; in files of which only a part is needed it becomes a
-placeholder, which does nothing.  State is set only on objects that the load itself made.
+A pickle names the callables that rebuild its objects, and Python's unpickler calls any of them, even ``os.system``.
+This reader accepts only the names in ``_PLAIN`` and ``_BUILT``: containers, numbers, texts, times, paths, arrays,
+tensors, images, named records.  Any other name is an error, or, in files of which only a part is needed, an inert
+placeholder.  State is set only on objects created by the load itself.
 
-``torch.load`` reads the files of ``torch.save`` with this reader.  Its own ``weights_only=True`` reads protocol 2
-alone, and has one list of names for the whole process.
+``torch.load`` reads files of ``torch.save`` with this reader.  Its own ``weights_only=True`` reads only protocol 2,
+and has a single process-wide list of names.
 """
 
 from __future__ import annotations
@@ -33,39 +33,40 @@ DAMAGE = (
     *(pickle.UnpicklingError, EOFError, OSError, RuntimeError, MemoryError, zipfile.BadZipFile, struct.error),
     *(AttributeError, ImportError, LookupError, TypeError, ValueError, ArithmeticError, AssertionError),
 )
-"""Everything that readers of pickles raise when the bytes are cut or damaged."""
+"""All errors that unpickling truncated or damaged bytes can raise."""
 
 REMEDY = "Write the file again without it."
 MAX_BYTES = min(64 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
-"""Of a file: it is read into memory, and tensors are copied out of it."""
+"""Maximum file size: files are read into memory, and tensors are copied out of them."""
 ITEMS_PER_BYTE = 64
-"""A pickle may hold one list at several places.  Whoever walks over it then passes the same items again: so often."""
+"""Limit of items that a traversal passes, per byte of the pickle: a list at several places is traversed repeatedly."""
 REPEATS, FREE_BYTES = 16, 16 << 20
-"""A tensor may show its bytes so often, as an expanded one does; a small one oftener, up to ``FREE_BYTES``."""
+"""A tensor may repeat its bytes up to ``REPEATS`` times, like an expanded tensor; more often up to ``FREE_BYTES``."""
 
 MAX_RANGE = 1 << 20
 
 
 class RefusedError(Exception):
-    """A pickle asks for something that is not on the list."""
+    """A pickle needs something that is not on the list."""
 
 
 def load_pickle(data: bytes, *, where: str | Path, tolerant: bool = False, remedy: str = REMEDY) -> Any:
-    """Return the object of a pickle.
+    """Load a pickle.
 
     Args:
-        tolerant: objects of classes that are not on the list become placeholders instead of an error.
+        where: the data's name in errors.
+        tolerant: replace objects of unlisted classes by placeholders instead of raising an error.
         remedy: last sentence of the error about such objects.
 
     Raises:
-        DataError: the bytes are damaged, or ask for something that is not on the list.
+        DataError: the bytes are damaged, or need something that is not on the list.
     """
     with _as_data_error(where, data, remedy):
         return (_TolerantReader if tolerant else _Reader)(io.BytesIO(data)).load()
 
 
 def load_torch(data: bytes, *, where: str | Path, tolerant: bool = False, remedy: str = REMEDY) -> Any:
-    """Return what ``torch.save`` wrote, tensors on the CPU; arguments and errors as for :func:`load_pickle`."""
+    """Load the output of ``torch.save``, with tensors on the CPU; see :func:`load_pickle`."""
     import torch
 
     reader = _TolerantReader if tolerant else _Reader
@@ -77,10 +78,10 @@ def load_torch(data: bytes, *, where: str | Path, tolerant: bool = False, remedy
 
 
 def read_torch_file(path: Path, *, remedy: str = REMEDY) -> Any:
-    """Return the content of a file that ``torch.save`` wrote; see :func:`load_torch`.
+    """Load a file written by ``torch.save``; see :func:`load_torch`.
 
     Raises:
-        DataError: the file cannot be read, is damaged, or asks for something that is not on the list.
+        DataError: the file cannot be read, is damaged, or needs something that is not on the list.
     """
     return load_torch(read_outside_file(path, max_bytes=MAX_BYTES), where=path, remedy=remedy)
 
@@ -91,8 +92,8 @@ def _as_data_error(where: str | Path, data: bytes, remedy: str) -> Iterator[None
         yield
     except RefusedError as error:
         raise DataError(
-            f"{where} holds {error}, and reading that could run code of whoever wrote the file; only plain data, "
-            f"arrays and tensors are read. {remedy}"
+            f"{where} holds {error}, and reading that could run code from the file's author; only plain data, arrays "
+            f"and tensors are read. {remedy}"
         ) from None
     except DAMAGE as error:
         reason = " ".join(str(error).split())[:200]
@@ -112,7 +113,7 @@ def _check_archive(data: bytes) -> None:
 
 
 class Placeholder:
-    """Placeholder of an object whose class is not on the list; accepts every pickle operation and keeps nothing."""
+    """Stands in for an object of an unlisted class; accepts every pickle operation and stores nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -124,20 +125,20 @@ class Placeholder:
     def __setstate__(self, state: Any) -> None: ...
 
     def append(self, item: Any) -> None:
-        """Take an item of a list."""
+        """Ignore a list item."""
 
     def extend(self, items: Any) -> None:
-        """Take items of a list."""
+        """Ignore list items."""
 
     def add(self, item: Any) -> None:
-        """Take an item of a set."""
+        """Ignore a set item."""
 
 
 _PythonReader: Any = pickle._Unpickler
 
 
 class _Reader(_PythonReader):
-    """Python's reader in Python; that in C fills memory for an index of its memo in six bytes."""
+    """Based on Python's pure-Python unpickler: with the C one, six bytes can allocate a huge memo."""
 
     def __init__(self, file: Any, *, encoding: str = "utf-8") -> None:
         super().__init__(file, encoding=encoding)
@@ -146,7 +147,7 @@ class _Reader(_PythonReader):
     def load(self) -> Any:
         value = super().load()
         if _num_items(value, {}) > max(self._num_bytes, 1 << 16) * ITEMS_PER_BYTE:
-            raise RefusedError("lists that hold one another so often that they have no end")
+            raise RefusedError("lists that contain each other so often that traversing them would not end")
         return value
 
     def find_class(self, module: str, name: str) -> Any:
@@ -193,7 +194,7 @@ _ATOMS = frozenset({str, int, float, bool, type(None), bytes})
 
 
 def _num_items(value: Any, known: dict[int, int]) -> int:
-    """Return the number of items that a walk passes, those of a list at two places twice; a list in itself ends it."""
+    """Count the items that a traversal passes; a list at two places counts twice, a list inside itself once."""
     if isinstance(value, dict):
         items: Any = [*value, *value.values()]
     elif isinstance(value, list | tuple | set | frozenset):
@@ -210,11 +211,11 @@ def _num_items(value: Any, known: dict[int, int]) -> int:
     return known[id(value)]
 
 
-# ------------------------------------------------------------------------------------- how listed objects are made
+# -------------------------------------------------------------------------------------- construction of listed objects
 
 
 def _bytes(text: Any = b"", encoding: str = "latin1") -> bytes:
-    """Return bytes that a pickle of protocol 2 holds as text; a number would be a length."""
+    """Return bytes that protocol 2 stores as text.  Refuses a number, which ``bytes`` would take as a length."""
     if isinstance(text, bytes | bytearray):
         return bytes(text)
     if not isinstance(text, str) or encoding.lower().replace("-", "") not in ("latin1", "utf8", "ascii"):
@@ -233,7 +234,7 @@ def _made_of_list(kind: Callable[[Any], Any]) -> Callable[..., Any]:
 
 def _defaultdict(factory: Any = None) -> Any:
     if factory not in (None, bool, int, float, str, list, tuple, dict, set):
-        raise RefusedError("a defaultdict of something else than a plain type")
+        raise RefusedError("a defaultdict of something other than a plain type")
     return collections.defaultdict(factory)
 
 
@@ -244,7 +245,7 @@ def _range(*bounds: int) -> range:
 
 
 def _bare(kind: Any, base: Any = object, state: Any = None) -> Any:
-    """Return an object without its state, as pickles of protocols 0 and 1 make it."""
+    """Return an object without state, as created by protocols 0 and 1."""
     if not isinstance(kind, type) or kind.__name__ not in _RECORDS.get(kind.__module__, ()):
         raise RefusedError(f"a bare {getattr(kind, '__name__', type(kind).__name__)}")
     return object.__new__(kind)
@@ -268,24 +269,24 @@ def _fill_file(thing: io.BytesIO, state: Any) -> None:
 
 
 def check_image(size: Any, data: Any) -> None:
-    """Check that an image has the bytes for its pixels, at least one bit for each: their memory comes first.
+    """Check that an image has at least one bit per pixel, because memory for all pixels is allocated first.
 
     Raises:
-        ValueError: it has not.
+        ValueError: it has fewer.
     """
     if len(size) != 2 or min(size) < 0 or not isinstance(data, bytes) or math.prod(size) > 8 * len(data):
         raise ValueError(f"an image of {str(size)[:80]} in {len(data)} bytes")
 
 
 def _fill_image(image: Any, state: Any) -> None:
-    """Fill an image from its pixels; a name of a file in it is passed over."""
+    """Fill an image from its pixels; a file name in the state is ignored."""
     info, mode, size, palette, data = state[:5]
     check_image(size, data)
     type(image).__setstate__(image, [info if isinstance(info, dict) else {}, mode, tuple(size), palette, data])
 
 
 def _dtype(text: str, align: Any = False, copy: Any = False) -> Any:
-    """Return a dtype that no other part of the program has, so that the pickle may set its order of bytes."""
+    """Return a fresh dtype that nothing else refers to, so that the pickle may set its byte order."""
     import numpy as np
 
     if not isinstance(text, str):
@@ -322,7 +323,7 @@ def _tensor(
     storage: Any, offset: int, size: Any, stride: Any, requires_grad: Any = False, hooks: Any = None,
     dtype: Any = None, metadata: Any = None,
 ) -> Any:  # fmt: skip
-    """Return a view of a storage, inside of it: torch would make the storage larger."""
+    """Return a view within a storage; refuses a view beyond it, for which torch would enlarge the storage."""
     import torch
 
     dtype, num_bytes, num_elements = dtype or storage.dtype, storage._untyped_storage.nbytes(), math.prod(size)
@@ -341,7 +342,7 @@ def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: A
 
 
 def _tensor_of_class(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """Return a tensor that had attributes, or another class, without these."""
+    """Return a tensor without the attributes or subclass that it had."""
     if make not in (_tensor, _parameter):
         raise RefusedError(f"a tensor made by {make}")
     return make(*arguments)
@@ -369,7 +370,7 @@ _RECORDS: Mapping[str, tuple[str, ...]] = {
     f"{_CHECKPOINT}.planner": ("SavePlan", "WriteItem", "TensorWriteData"),
     _SHARDS: ("TensorProperties",),
 }
-"""Module -> classes whose objects are their fields."""
+"""Module -> classes whose state is their fields."""
 _ENUMERATIONS: Mapping[str, tuple[str, ...]] = {
     "signal": ("Signals",),
     f"{_CHECKPOINT}.metadata": ("_MEM_FORMAT_ENCODING",),
@@ -392,7 +393,7 @@ _PLAIN: Mapping[str, tuple[str, ...]] = {
         for module in (*_RECORDS, *_ENUMERATIONS)
     },
 }  # fmt: skip
-"""Module -> names that stand for themselves."""
+"""Module -> names that are imported as they are."""
 _BUILT: Mapping[str, Any] = {
     "builtins.object": object, "builtins.range": _range,
     "builtins.bytes": _bytes, "builtins.bytearray": lambda *given: bytearray(_bytes(*given)), "_codecs.encode": _bytes,
@@ -410,11 +411,11 @@ _BUILT: Mapping[str, Any] = {
     "torch._tensor._rebuild_from_type_v2": _tensor_of_class, "torch.serialization._get_layout": _layout,
     "torch.Tensor": None, "torch.nn.parameter.Parameter": None,
 }  # fmt: skip
-"""Names that stand for a function above; None: they only say for which class another one is called."""
+"""Name -> function above that replaces it; None if the name only tells another function which class to make."""
 _FILLED: Mapping[str, Callable[[Any, Any], None]] = {
     "_io.BytesIO": _fill_file,
     "PIL.Image.Image": _fill_image,
     "numpy.ndarray": lambda array, state: array.__setstate__(tuple(state)),
     "uuid.UUID": lambda thing, state: object.__setattr__(thing, "int", state["int"]),
 }
-"""Kinds of objects -> how they take their state."""
+"""Kind of object -> function that sets its state."""

@@ -1,10 +1,10 @@
-"""Read and check what an engine says about a response: log-probs, kept nuclei, routed experts, counters.
+"""Reads and checks an engine's metadata on a response: log-probs, kept nuclei, routed experts, counters.
 
-An engine answers ``/generate`` with ``{"text": ..., "meta_info": {...}}``.  Integer arrays travel in ``meta_info`` as
-base64 of little-endian int32, as raw bytes, as lists or as tensors (``slime.utils.misc.decode_int32``).
+An engine answers ``/generate`` with ``{"text": ..., "meta_info": {...}}``.  Integer arrays in ``meta_info`` are base64
+of little-endian int32, raw bytes, lists or tensors (``slime.utils.misc.decode_int32``).
 
-An engine that is broken, or has another version of the protocol, may answer with status 200 and numbers that would
-train in silence.  ``problem_with_answer`` finds them before anything of the answer becomes part of a sample.
+A broken engine, or one with another protocol version, may answer with status 200 and wrong numbers that would silently
+be trained on.  ``problem_with_answer`` finds these before the answer becomes part of a sample.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slime.utils.errors import DataError
 from slime.utils.misc import decode_int32_meta_array, decode_json
 
 TOP_P_ASK = "return_top_p_token_ids"
-"""Key of a request's ``custom_params`` that asks for the nuclei."""
+"""Key of a request's ``custom_params`` that requests the nuclei."""
 TOP_P_IDS_KEYS = ("top_p_token_ids", "top_p_kept_token_ids")
 TOP_P_OFFSETS_KEYS = ("top_p_token_offsets", "top_p_kept_token_offsets")
 ROUTED_EXPERTS_KEY = "routed_experts"
@@ -33,7 +33,7 @@ ROUTED_EXPERTS_START_KEY = "routed_experts_start_len"
 
 @dataclass
 class _MetaSums:
-    """Counters that add up over the engine calls of one sample."""
+    """Counters summed over the engine calls of one sample."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.copy(self)
@@ -77,7 +77,7 @@ class SampleSpecInfo(_MetaSums):
 
 @dataclass
 class SamplePrefixCacheInfo(_MetaSums):
-    """Prompt tokens of one sample that the engine's prefix cache held, summed over its engine calls."""
+    """Prefix-cache hits of one sample's prompt tokens, summed over its engine calls."""
 
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
@@ -93,10 +93,10 @@ class SamplePrefixCacheInfo(_MetaSums):
 
 
 class TokenLogProbs(Sequence[Any]):
-    """The list of ``[log_prob, token_id, None]`` that an engine sent, kept as two columns.
+    """An engine's list of ``[log_prob, token_id, None]``, stored as two columns.
 
-    A long response has tens of thousands of entries; as lists they would take five times the memory and would be
-    walked again and again by the garbage collector.
+    A long response has tens of thousands of entries; as lists they would take five times the memory and be traversed
+    repeatedly by the garbage collector.
     """
 
     def __init__(self, ids: list[int], log_probs: list[float]) -> None:
@@ -116,9 +116,9 @@ class TokenLogProbs(Sequence[Any]):
 
 
 def read_output_tokens(meta: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """Return ``(token ids, log-probs)`` of the generated tokens; both empty when nothing was generated.
+    """Return ``(token ids, log-probs)`` of the generated tokens; both empty if nothing was generated.
 
-    ``output_token_logprobs`` is a list of ``[log_prob, token_id, ...]``, or the ``TokenLogProbs`` made of it.
+    ``output_token_logprobs`` is a list of ``[log_prob, token_id, ...]``, or a ``TokenLogProbs``.
     """
     entries = meta.get("output_token_logprobs") or []
     if isinstance(entries, TokenLogProbs):
@@ -132,12 +132,11 @@ _IDS_START = b'"output_ids":['
 
 
 def decode_generate_answer(body: bytes) -> Any:
-    """Return the JSON that ``/generate`` answered, its ``output_token_logprobs`` as ``TokenLogProbs``.
+    """Decode the JSON answer of ``/generate``, with ``output_token_logprobs`` as ``TokenLogProbs``.
 
-    The entries are cut out of the text and parsed as one flat row of numbers, several times as fast as as lists.  In
-    the text the marks are unmistakable: inside a JSON string their quotes would have backslashes.  ``output_ids``,
-    which says the same ids once more, is left empty.  Answers that are written otherwise (blanks between values, texts
-    beside the ids) are decoded in the ordinary way.
+    The entries are cut out of the text and parsed as one flat array, several times as fast as nested lists.  The marks
+    are unambiguous in the text: inside a JSON string their quotes would be escaped.  ``output_ids``, which repeats the
+    ids, is left empty.  Answers in another layout (spaces between values, texts next to the ids) are decoded normally.
     """
     start = body.find(_LOG_PROBS_START)
     stop = body.find(_LOG_PROBS_END, start)
@@ -161,10 +160,8 @@ def _without_ids(head: bytes) -> bytes:
 
 
 def _parse_entries(entries: bytes) -> TokenLogProbs | None:
-    """Return the columns of ``log_prob,id,null],[log_prob,id,null ... null]]``; None when the text is
-    anything else.
-    """
-    if b"t" in entries or b"f" in entries or b'"' in entries:  # true, false, a string; looked for in the bytes: cheap
+    """Return the columns of ``log_prob,id,null],[log_prob,id,null ... null]]``; None for any other text."""
+    if b"t" in entries or b"f" in entries or b'"' in entries:  # true, false or a string; cheap to find in the bytes
         return None
     try:
         values = orjson.loads(b"[%b]" % entries.translate(None, b"[]"))
@@ -180,7 +177,7 @@ def _parse_entries(entries: bytes) -> TokenLogProbs | None:
 
 
 SHARED_IDS = 1 << 18
-"""Token ids below this, which is above today's vocabularies, are the same object wherever they occur."""
+"""Token ids below this (larger than today's vocabularies) are shared int objects."""
 
 
 @functools.cache
@@ -189,10 +186,10 @@ def _shared_ids() -> list[int]:
 
 
 def share_ids(ids: list[int]) -> list[int]:
-    """Return equal ids, as objects that are shared by all samples: 8 bytes a token instead of 40.
+    """Return equal ids as int objects shared by all samples: 8 bytes per token instead of 40.
 
     Raises:
-        TypeError: one of them is no integer.
+        TypeError: an id is not an integer.
     """
     if len(ids) < 2:
         return ids
@@ -204,13 +201,13 @@ def share_ids(ids: list[int]) -> list[int]:
 
 
 def read_top_p_spans(meta: Mapping[str, Any], num_tokens: int) -> tuple[Tensor, Tensor] | None:
-    """Return the token ids each generated token was drawn from, as ``(ids, offsets)``; None when the engine sent none.
+    """Return the token ids from which each generated token was sampled, as ``(ids, offsets)``; None if not sent.
 
     Args:
-        num_tokens: generated tokens that the spans must cover.
+        num_tokens: number of generated tokens that the spans must cover.
 
     Returns:
-        ``ids`` int32 [offsets[-1]] and ``offsets`` int32 [num_tokens + 1]: token ``t`` was drawn from
+        ``ids`` int32 [offsets[-1]] and ``offsets`` int32 [num_tokens + 1]: token ``t`` was sampled from
         ``ids[offsets[t]:offsets[t + 1]]``.
     """
     ids = decode_int32_meta_array(meta, TOP_P_IDS_KEYS)

@@ -80,7 +80,7 @@ def test_no_spelling_of_an_image_leads_to_where_images_are_not(source):
 def test_videos_and_sounds_are_refused_however_they_are_spelt(kind, is_typed):
     part = {kind: ["http://127.0.0.1/x.png"]} | ({"type": kind} if is_typed else {})
     for content in ([part], [{"type": "tool_result", "content": [part]}]):
-        with pytest.raises(DataError, match=f"a part of type {kind}; models see images alone"):
+        with pytest.raises(DataError, match=f"a part of type {kind}; models take only images"):
             process_vision_info([{"role": "user", "content": content}], None)
 
 
@@ -142,13 +142,13 @@ FRAMES = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
     ("source", "message"),
     [
         (b"", "cannot be decoded"),
-        (encoded(NOISE)[:-900], "cannot be decoded: .*Is it whole"),
-        (encoded(NOISE, "JPEG")[:-900], "cannot be decoded: .*Is it whole"),
+        (encoded(NOISE)[:-900], "cannot be decoded: .*Is it complete"),
+        (encoded(NOISE, "JPEG")[:-900], "cannot be decoded: .*Is it complete"),
         (encoded(Image.new("1", (9_000, 9_000))), "has 9000 x 9000 pixels; 67108864 are allowed"),
         (encoded(Image.new("1", (20_000, 20_000))), "is too large"),
         (encoded(Image.new("CMYK", (4, 4)), "JPEG"), "is in CMYK; save it as one picture in RGB"),
         (encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "has 2 frames"),
-        ("data:image/png;base64,@@@", "is no base64"),
+        ("data:image/png;base64,@@@", "is not base64"),
         ("no/such.png", "'no/such.png' of a prompt cannot be opened"),
         ("\ud800.png", "of a prompt cannot be opened"),
         ("/dev/null", "'/dev/null' of a prompt cannot be opened"),  # others of its kind never end
