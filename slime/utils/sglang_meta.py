@@ -251,7 +251,7 @@ def extend_top_p_spans(
 def read_routed_experts(
     meta: Mapping[str, Any], *, num_tokens: int, num_layers: int, top_k: int, earlier: Tensor | None = None
 ) -> Tensor | None:
-    """Return the experts of each position, int32 [num_tokens - 1, num_layers, top_k]; None when not sent.
+    """Return the experts of each position, int32 [num_tokens - 1, num_layers, top_k]; None if not sent.
 
     The last token was never an input, hence the minus one.  An engine that found ``routed_experts_start_len``
     positions in its cache sends only the rows after them; ``earlier`` supplies the rest.
@@ -281,21 +281,21 @@ def read_routed_experts(
 
 
 MAX_LOG_PROB = 1e-3
-"""A log-prob is at most 0; the rounding of an engine may add a little."""
+"""Upper limit of log-probs: 0, plus a tolerance for an engine's rounding."""
 MIN_LOG_PROB = -1e30
-"""Less is minus infinity in float32."""
+"""Lower limit of log-probs, to exclude minus infinity."""
 MAX_TOKEN = 2**31 - 1
 MAX_TEXT_PER_TOKEN = 4096
-"""Characters; the longest tokens of today's vocabularies have a few hundred."""
+"""Maximum characters per token; the longest tokens of today's vocabularies have a few hundred."""
 MAX_VERSION_LENGTH = 200
 _LOOK_AT_LOG = "Look at the log of the engine."
 
 
 def problem_with_answer(output: Any, payload: Mapping[str, Any]) -> str | None:
-    """Return why an answer cannot be used, with the field and its value; None when it can.
+    """Return why an answer is unusable, with the field and its value; None if it is usable.
 
     Args:
-        payload: body of the request; empty where it is not known.
+        payload: body of the request; empty if unknown.
     """
     if not isinstance(output, dict) or not isinstance(output.get("meta_info"), dict):
         return (

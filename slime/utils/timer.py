@@ -1,4 +1,4 @@
-"""The old path of ``slime.observability.timer``, kept for code written for it."""
+"""Old path of ``slime.observability.timer``."""
 
 from slime.observability.timer import Timer, inverse_timer, timer
 

@@ -1,4 +1,4 @@
-"""torchvision, which image processors and SGLang import: found, or mended, where its install does not fit torch."""
+"""Imports torchvision, which image processors and SGLang need, working around an install that does not match torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def import_torchvision() -> bool:
-    """Import torchvision, which image processors need; return False where it is not installed or does not work.
+    """Import torchvision, which image processors need; return False if it is not installed or does not work.
 
     ``make install`` puts it into ``.venv/vision``, which this process searches from here on.  A build for CUDA beside
     a torch without it lacks its operators.  They are then declared, without kernels: preparing images needs none, but

@@ -1,4 +1,4 @@
-"""The old path of ``slime.observability.trace_utils``, kept for code written for it."""
+"""Old path of ``slime.observability.trace_utils``."""
 
 from slime.observability.trace_utils import (
     TRACE_CHILDREN_KEY,

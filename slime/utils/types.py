@@ -1,4 +1,4 @@
-"""The nouns of a rollout: ``Sample`` and what belongs to it.
+"""The data types of a rollout: ``Sample`` and related types.
 
 A sample is made from a data row (``prompt``, ``label``, ``metadata``), grows in calls to an engine through
 ``append_response_tokens``, gets a ``reward``, and is turned into columns of train data.  A *group* is the
@@ -25,7 +25,7 @@ from slime.utils.sglang_meta import SamplePrefixCacheInfo, SampleSpecInfo
 logger = logging.getLogger(__name__)
 
 RolloutBatch = dict[str, Any]
-"""Train data by column: ``name -> one entry per sample``; a plain dict because hooks are promised one."""
+"""Train data by column: ``name -> one entry per sample``; a plain dict, as hooks expect."""
 
 
 class SampleStatus(Enum):
@@ -34,13 +34,13 @@ class SampleStatus(Enum):
     PENDING = "pending"
     """Not generated yet."""
     COMPLETED = "completed"
-    """Ended by itself, at a stop token or string."""
+    """Ended at a stop token or string."""
     TRUNCATED = "truncated"
-    """Cut at the length limit."""
+    """Truncated at the length limit."""
     ABORTED = "aborted"
-    """Stopped by us before its end; its tokens can be continued."""
+    """Aborted by slime before its end; its tokens can be continued."""
     FAILED = "failed"
-    """Gave no usable response, for a reason outside the policy."""
+    """Has no usable response, for a reason outside the policy."""
 
 
 STATUS_OF_FINISH_REASON = {
@@ -51,7 +51,7 @@ STATUS_OF_FINISH_REASON = {
 
 
 def _status_of(value: Any) -> SampleStatus:
-    """Return the status that ``value`` is, or is the text of.
+    """Return ``value`` as a status; accepts a status or its text.
 
     Raises:
         DataError: it is neither.
@@ -66,7 +66,7 @@ def _status_of(value: Any) -> SampleStatus:
 
 
 class _StatusField:
-    """The field ``Sample.status``: text that is set becomes the status of that name, anything else is refused."""
+    """Descriptor of ``Sample.status``: converts text to the status of that name and refuses anything else."""
 
     def __get__(self, sample: Any, owner: type) -> SampleStatus:
         return SampleStatus.PENDING if sample is None else sample.__dict__["status"]  # the class's is the default
@@ -91,52 +91,52 @@ class Sample:
     PrefixCacheInfo = SamplePrefixCacheInfo
 
     group_index: int | None = None
-    """Number of the prompt group; rises through the whole run."""
+    """Number of the prompt group; increases over the whole run."""
     index: int | None = None
-    """Number of the sample; rises through the whole run, and is the sort key of every rollout."""
+    """Number of the sample; increases over the whole run, and is the sort key within every rollout."""
     rollout_id: int | None = None
-    """Execution that produced the sample: samples of one execution share it. None: the sample is its own."""
+    """Execution that produced the sample; samples of one execution share it. None: the execution has one sample."""
     prompt: str | list[dict[str, Any]] = ""
     """Rendered text, or chat messages."""
     tokens: list[int] = field(default_factory=list)
-    """Ids of prompt and response."""
+    """Token ids of prompt and response."""
     multimodal_inputs: dict[str, Any] | None = None
     """Raw ``{"images": [...], "videos": [...]}``."""
     multimodal_train_inputs: dict[str, Any] | None = None
     """The processor's outputs for the trainer, such as ``pixel_values``."""
     multimodal_train_input_id: str | None = None
-    """Equal ids mean equal ``multimodal_train_inputs``."""
+    """Samples with equal ids have equal ``multimodal_train_inputs``."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     response: str = ""
     response_length: int = 0
-    """Trailing tokens that are the response, those of tools and environments included."""
+    """Number of trailing tokens that form the response, including those of tools and environments."""
     label: str | None = None
     """Ground truth, for the reward."""
     reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None
-    """1 where the token is trained. None: everywhere."""
+    """1 for each response token that is trained on. None: all are."""
     weight_versions: list[str] = field(default_factory=list)
     """Weight version of the engine, one entry per engine call."""
     rollout_log_probs: list[float] | None = None
-    """log-prob in nats of each response token under the engine that drew it; 0.0 where it was not drawn."""
+    """Log-prob in nats of each response token under the engine that sampled it; 0.0 for tokens not sampled."""
     rollout_top_p_token_ids: Any = None
-    """int32, flat: the ids each response token was drawn from, when top-p is below 1."""
+    """int32, flat: the ids from which each response token was sampled, if top-p is below 1."""
     rollout_top_p_token_offsets: Any = None
     """int32 [response_length + 1] into ``rollout_top_p_token_ids``."""
     rollout_routed_experts: Any = None
-    """int32 [len(tokens) - 1, num_layers, top_k]: experts the engine routed each position to."""
+    """int32 [len(tokens) - 1, num_layers, top_k]: experts to which the engine routed each position."""
     remove_sample: bool = False
-    """Take part in reward normalisation, but train nothing."""
+    """True if the sample takes part in reward normalization but is not trained on."""
     teacher_log_probs: list[float] | None = None
     status: _StatusField = _StatusField()
-    """A ``Sample.Status``; its text may be set, too."""
+    """A ``Sample.Status``; may also be set as text."""
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
-    """Generate function of this sample; wins over ``--custom-generate-function-path``."""
+    """Generate function of this sample; overrides ``--custom-generate-function-path``."""
     custom_rm_path: str | None = None
-    """Reward function of this sample; wins over ``--custom-rm-path``.  An empty text: none, so a built-in grader."""
+    """Reward function of this sample; overrides ``--custom-rm-path``.  "" selects a built-in grader."""
     train_metadata: dict[str, Any] | None = None
-    """Shipped to the trainer as the column ``metadata``."""
+    """Sent to the trainer as the column ``metadata``."""
     session_id: str | None = None
     """Routing key: equal keys go to the same engine under consistent hashing."""
     non_generation_time: float = 0.0
@@ -144,10 +144,10 @@ class Sample:
     spec_info: SampleSpecInfo = field(default_factory=SampleSpecInfo)
     prefix_cache_info: SamplePrefixCacheInfo = field(default_factory=SamplePrefixCacheInfo)
     num_untrained_calls: int = field(default=0, init=False, repr=False, compare=False)
-    """Leading entries of ``weight_versions`` that drew nothing which is trained."""
+    """Number of leading entries of ``weight_versions`` whose tokens are not trained on."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a shallow dict of plain values, additional attributes included."""
+        """Return a shallow dict of plain values, including additional attributes."""
         values = dict(self.__dict__)
         if not self.num_untrained_calls:
             values.pop("num_untrained_calls", None)
@@ -177,19 +177,19 @@ class Sample:
         return sample
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sample:
-        """Return a sample that shares nothing with this one.  Data sources make one for each sample of a group."""
+        """Return a deep copy.  Data sources make one for each sample of a group."""
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update({name: copy_plain(value, memo) for name, value in self.__dict__.items()})
         return twin
 
     def get_reward_value(self, args: Namespace) -> Any:
-        """Return the reward, or its entry ``args.reward_key`` when that is set."""
+        """Return the reward, or its entry ``args.reward_key`` if that is set."""
         return self.reward[args.reward_key] if args.reward_key else self.reward  # type: ignore[index]
 
     @property
     def effective_response_length(self) -> int:
-        """Response tokens that are trained."""
+        """Number of response tokens that are trained on."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)
 
     @property
@@ -211,7 +211,7 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Extend the response, every per-token field with it.  On an error the sample is as it was before.
+        """Extend the response and every per-token field.  On an error, the sample is unchanged.
 
         Lists grow in place: who holds ``sample.tokens`` or ``sample.loss_mask`` sees the new entries.
 
@@ -332,7 +332,7 @@ def _warn_of_finish_reason(kind: str) -> None:
 
 
 def _as_list(values: Any) -> list[Any]:
-    """Return the list itself, so that it grows in place; a list of anything else."""
+    """Return a list itself, so that it grows in place; convert anything else to a list."""
     return values if isinstance(values, list) else list(values)
 
 
@@ -353,7 +353,7 @@ _SAMPLE_FIELDS = tuple(spec.name for spec in fields(Sample) if spec.init)
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """A parameter as one trainer rank describes it to the others."""
+    """A parameter, as described by one trainer rank to the others."""
 
     name: str
     dtype: torch.dtype
@@ -363,18 +363,18 @@ class ParamInfo:
     size: int
     """Bytes on this rank."""
     src_rank: int
-    """Global rank that holds it."""
+    """Global rank that holds the parameter."""
 
 
 class MultimodalType(NamedTuple):
-    """A kind of input beside text, and the placeholder of one item in a prompt."""
+    """A kind of non-text input, and the placeholder of one item in a prompt."""
 
     name: str
     placeholder: str
 
 
 class MultimodalTypes:
-    """The kinds of input beside text."""
+    """The kinds of non-text input."""
 
     IMAGE = MultimodalType("image", "<image>")
     VIDEO = MultimodalType("video", "<video>")
@@ -386,5 +386,5 @@ class MultimodalTypes:
 
     @classmethod
     def get(cls, name: str) -> MultimodalType | None:
-        """Return the kind of that name (``image`` or ``images``); None when there is no such kind."""
+        """Return the kind of that name (``image`` or ``images``), or None."""
         return next((kind for kind in cls.all() if name in (kind.name, kind.name + "s")), None)

@@ -1,4 +1,4 @@
-"""An old path of ``slime.ext.trackers.sinks``, kept for code written for it."""
+"""Old path of ``slime.ext.trackers.sinks``."""
 
 from slime.ext.trackers.sinks import WandbSink as WandbTracker
 

@@ -52,13 +52,13 @@ DATASET_DIR = "/root/datasets"
 
 @dataclasses.dataclass
 class ExecuteTrainConfig:
-    """Choices of a script's user beside the script's own options."""
+    """A script user's choices in addition to the script's own options."""
 
     cuda_core_dump: bool = False
-    """Let a GPU fault leave a core dump."""
+    """Write a core dump on a GPU fault."""
     num_nodes: int = dataclasses.field(default_factory=lambda: env.get_int("SLIME_SCRIPT_NUM_NODES", 1))
     extra_env_vars: str = ""
-    """``NAME=value`` words for the job; they win over what the script sets."""
+    """``NAME=value`` words for the job; they override what the script sets."""
 
 
 # Preparations
@@ -73,7 +73,7 @@ def convert_checkpoint(
     dir_dst: str = "/root",
     hf_checkpoint: str | None = None,
 ) -> None:
-    """Convert ``/root/models/MODEL_NAME`` to ``DIR_DST/MODEL_NAME_torch_dist``, unless that is there already.
+    """Convert ``/root/models/MODEL_NAME`` to ``DIR_DST/MODEL_NAME_torch_dist``, unless that exists.
 
     Args:
         megatron_model_type: the file of ``scripts/models`` that describes the model.
@@ -112,7 +112,7 @@ def rsync_simple(src: str, dst: str) -> None:
 
 
 def fp8_cast_bf16(src: str, dst: str) -> None:
-    """Write a bf16 copy of a block-FP8 model, unless it is there already."""
+    """Write a bf16 copy of a block-FP8 model, unless it exists."""
     if (Path(dst) / "model.safetensors.index.json").exists():
         print(f"{dst} is there already")
         return
@@ -176,7 +176,7 @@ def _core_dump_variables() -> dict[str, str]:
 
 
 def _enter(megatron_model_type: str | None) -> str:
-    """Return shell text that brings the recipes' functions, and ``MODEL_ARGS`` where a model is given."""
+    """Return shell text that defines the recipes' functions, and ``MODEL_ARGS`` if a model is given."""
     words = f"source {shlex.quote(str(repo_base_dir / 'scripts' / 'lib.sh'))}"
     if megatron_model_type is None:
         return words

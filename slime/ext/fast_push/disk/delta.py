@@ -33,7 +33,7 @@ ENCODINGS = ("xor", "overwrite")
 COMPRESSION = "zstd"
 ZSTD_LEVEL = 1
 CHUNK_BYTES = 4 * 1024**2
-"""Bytes worked on at a time: they stay in the cache between comparison, compression and checksum."""
+"""Bytes processed at a time: they stay in the CPU cache between comparison, compression and checksum."""
 MAX_POSITION = (1 << 32) - 1
 _U4 = np.dtype("<u4")
 
@@ -47,13 +47,13 @@ class Checksum(Protocol):
 
 
 class Adler32:
-    """zlib's 32-bit sum: everywhere available, and weak; for readers that know nothing better."""
+    """zlib's 32-bit sum: available everywhere but weak; for readers without a better one."""
 
     def __init__(self) -> None:
         self._value = 1
 
     def update(self, data: Any, /) -> None:
-        """Take more data."""
+        """Add data."""
         self._value = zlib.adler32(data, self._value)
 
     def hexdigest(self) -> str:
@@ -97,13 +97,13 @@ class EncodedDelta:
     blob: bytes
     """The compressed stream."""
     num_changed: int
-    """Bytes that differ."""
+    """Number of bytes that differ."""
     checksum: str
     """Of the new bytes."""
 
 
 def encode_delta(old: Bytes, new: Bytes, *, encoding: str, checksum: str) -> EncodedDelta | None:
-    """Return the change from ``old`` to ``new``; None when they are equal.
+    """Return the change from ``old`` to ``new``; None if they are equal.
 
     Raises:
         ConfigError: unknown encoding or checksum; ``overwrite`` of a tensor beyond 4 GiB.
@@ -247,11 +247,11 @@ class DeltaBase:
         return name in self._tensors
 
     def replace(self, name: str, new: Bytes) -> None:
-        """Make ``new`` the base with the next commit: the tensor travels whole."""
+        """Make ``new`` the base at the next commit; the tensor is sent whole."""
         self._pending[name] = new
 
     def encode(self, name: str, new: Bytes) -> EncodedDelta | None:
-        """Return the change of one tensor from the base to ``new``; None when there is none.
+        """Return the change of one tensor from the base to ``new``; None if there is none.
 
         Raises:
             WeightSyncError: the base has no such tensor, or one of another size.
@@ -266,7 +266,7 @@ class DeltaBase:
         return encoded
 
     def commit(self, workers: int = 1) -> None:
-        """Make what was encoded last the base: the engines serve it.
+        """Make the tensors encoded last the base, because the engines serve them.
 
         Raises:
             WeightSyncError: a tensor did not become what it should; the base is of no use any more.
@@ -288,7 +288,7 @@ class DeltaBase:
             )
 
     def discard(self) -> None:
-        """Forget what was encoded last: the engines did not take it."""
+        """Discard the tensors encoded last, because the engines did not take them."""
         self._pending = {}
 
     def items(self) -> Iterator[tuple[str, Bytes]]:

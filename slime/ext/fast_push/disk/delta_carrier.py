@@ -1,4 +1,4 @@
-"""Push over a shared disk of what changed: each version holds the bytes that differ from the version before.
+"""Delta pushes over a shared disk: each version holds the bytes that differ from the previous version.
 
 Version 0 is ``--hf-checkpoint``, which every engine host copies once; the first push tells how the trainer's weights
 differ from it (after a resume they do).  Where its tensors are not those of the push (another dtype, other names), the
@@ -35,7 +35,7 @@ MAX_WORKERS = 8
 
 
 class DeltaCarrier(DiskCarrier):
-    """Changes against the version committed last."""
+    """Writes changes relative to the version committed last."""
 
     def __init__(self, ranks: TrainerRanks, disk: DiskOptions) -> None:
         super().__init__(ranks, disk)
@@ -45,7 +45,7 @@ class DeltaCarrier(DiskCarrier):
         self._base_version = 0
         self._is_next_whole = False
         self._chain_bytes = 0
-        """Of the changes on disk since the last whole version."""
+        """Bytes of the changes on disk since the last whole version."""
         self._workers = max(1, min(MAX_WORKERS, (os.cpu_count() or 1) // max(self.ranks.ranks_per_host, 1)))
 
     def _begin_write(self, manifest: Manifest) -> None:
@@ -54,7 +54,7 @@ class DeltaCarrier(DiskCarrier):
             self._read_version_0(manifest)
 
     def _read_version_0(self, manifest: Manifest) -> None:
-        """Find out whether the first push can tell changes against ``--hf-checkpoint``; all ranks decide alike."""
+        """Decide, equally on all ranks, whether the first push can send changes relative to ``--hf-checkpoint``."""
         problem = ""
         try:
             self._stored = read_layout(self.disk.model)
@@ -145,7 +145,7 @@ class DeltaCarrier(DiskCarrier):
 
 
 def find_mismatch(stored: dict[str, StoredTensor], manifest: Manifest) -> str:
-    """Return why the tensors of a model folder cannot be the base of changes; empty when they can."""
+    """Return why a model folder's tensors cannot be the base of changes; empty if they can."""
     for tensor in manifest.tensors:
         found = stored.get(tensor.name)
         if found is None:

@@ -68,7 +68,7 @@ class DiskOptions:
     keeps_files: bool
     """``--update-weight-disk-keep-files``."""
     goes_on: bool
-    """Versions of an earlier trainer of this run lie in the folder (``--release-train``)."""
+    """True if the folder has versions of an earlier trainer of this run (``--release-train``)."""
     encoding: str
     """``--update-weight-delta-encoding``."""
     checksum: str
@@ -78,7 +78,7 @@ class DiskOptions:
 
     @classmethod
     def of(cls, args: Namespace) -> DiskOptions:
-        """Read them from flags."""
+        """Read the settings from flags."""
         has_hook = args.custom_update_weight_post_write_path is not None
         return cls(
             root=Path(args.update_weight_disk_dir),
@@ -118,12 +118,12 @@ class WrittenVersion:
     has_copies: bool
     """Every host makes its own copy first (``--update-weight-local-checkpoint-dir``)."""
     repacks: bool
-    """The engines repack quantised weights around a push."""
+    """True if engines repack quantized weights around a push."""
     metrics: Mapping[str, float]
 
     @property
     def constant_digests(self) -> Mapping[int, int]:
-        """Return none: the folder holds the whole model, and engines read all of it."""
+        """Empty: the folder holds the whole model, and engines read all of it."""
         return {}
 
     def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
@@ -140,9 +140,9 @@ class FolderCarrier(Carrier):
 
     needs_loader = False
     _folders: Mapping[int, str] = {}
-    """The folder that each engine reads, by its index; on rank 0."""
+    """Engine index -> folder that the engine reads; on rank 0."""
     _must_rebuild = False
-    """Hosts make their copies again, however good they look."""
+    """True if hosts must make their copies again even if these look intact."""
 
     def prepare(self, push: CarriedPush, source: Buckets) -> Buckets:
         """Bring the version to all hosts."""
@@ -152,10 +152,10 @@ class FolderCarrier(Carrier):
         return source
 
     def open(self, push: CarriedPush, manifest: Manifest) -> None:
-        """Do nothing: the disk is open to all."""
+        """Do nothing: all engines can read the disk."""
 
     def send(self, push: CarriedPush, index: int, flat: Tensor) -> None:
-        """Let every engine read the version."""
+        """Make every engine read the version."""
         push.on_main_rank(f"reading version {push.version} from disk", lambda: self._read(push))
 
     def _fetch(self, push: CarriedPush, version: WrittenVersion) -> None:
@@ -193,7 +193,7 @@ class DiskCarrier(FolderCarrier):
         self._is_doubted = False
         """An engine did not hold what it read, or may not: its host makes the copy again when it is refilled."""
         self._num_changed = 0
-        """Bytes of this rank's share that differ from the version before."""
+        """Bytes of this rank's share that differ from the previous version."""
 
     def prepare(self, push: CarriedPush, source: Buckets) -> Buckets:
         """Write the version, unless the last push wrote it, and copy it to all hosts."""
@@ -204,7 +204,7 @@ class DiskCarrier(FolderCarrier):
         return super().prepare(push, self.written)
 
     def write(self, push: CarriedPush, source: Buckets) -> WrittenVersion:
-        """Write and finalize the version with the weights of now; collective.
+        """Write and finalize a version with the current weights.  Collective.
 
         Raises:
             WeightSyncError: the disk is full or refuses, or the hook does.
@@ -259,7 +259,7 @@ class DiskCarrier(FolderCarrier):
 
     @torch.no_grad()
     def _write_buckets(self, push: CarriedPush, source: Buckets, writer: PartWriter) -> None:
-        """Walk the buckets; after a failure on with the walk, because the other ranks gather with this one."""
+        """Iterate over the buckets, even after a failure, because other ranks gather together with this one."""
         manifest = source.manifest
         for index, flat in source.iter_buckets():
             if index == NO_BUCKET or push.failures:
@@ -281,7 +281,7 @@ class DiskCarrier(FolderCarrier):
         metadata: Mapping[str, object],
         needed_bytes: int,
     ) -> int:
-        """Make a version of what all ranks write; gives its bytes.  Collective; a failure leaves nothing behind."""
+        """Make a version of what all ranks write; return its bytes.  Collective; a failure leaves nothing behind."""
         unfinished = Path()
         is_whole = "delta_encoding" not in metadata
 
@@ -317,7 +317,7 @@ class DiskCarrier(FolderCarrier):
 
     @contextmanager
     def failures_recorded(self, push: CarriedPush) -> Iterator[None]:
-        """Keep what goes wrong on this rank for the next meeting, which raises it on all ranks."""
+        """Record an error of this rank; the next ``meet`` raises it on all ranks."""
         try:
             with explained_disk_errors(self.disk.root, DISK_FLAG):
                 yield
@@ -327,7 +327,7 @@ class DiskCarrier(FolderCarrier):
     # What differs between whole versions and changes
 
     def _begin_write(self, manifest: Manifest) -> None:
-        """Get ready, before the first byte of a version is written; collective."""
+        """Prepare before the first byte of a version is written.  Collective."""
 
     def _index(self, number: int) -> dict[str, object]:
         """Return the metadata of the version's index."""
@@ -361,7 +361,7 @@ class DiskCarrier(FolderCarrier):
                 logger.error("old weight versions in %s could not be removed: %s", self.disk.root, error)
 
     def _discard(self) -> None:
-        """Remove a version that no engine serves: nobody shall find it."""
+        """Remove a version that no engine serves, so that no reader finds it."""
         if self.written is not None and self.ranks.rank == 0:
             remove_version(version_folder(self.disk.root, self.written.number))
         self.written = None

@@ -1,4 +1,4 @@
-"""Flags of weights that travel over a shared disk."""
+"""Flags of weight pushes over a shared disk."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_disk_push_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_delta_checksum(args: Namespace) -> Iterator[str]:
-    """Yield a message for a checksum of deltas whose package is missing."""
+    """Yield a message if the package of the delta checksum is missing."""
     if args.update_weight_mode == "delta":
         from slime.ext.fast_push.disk.delta import new_checksum
 
@@ -76,7 +76,7 @@ def derive_released_trainer(args: Namespace) -> None:
 
 
 def check_disk_push(args: Namespace) -> Iterator[str]:
-    """Yield one message for each setting of pushes over a disk that cannot work."""
+    """Yield one message for each disk-push setting that cannot work."""
     if args.update_weight_transport == "disk":
         yield from _disk(args)
     if args.release_train and args.use_critic:

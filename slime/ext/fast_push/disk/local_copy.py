@@ -1,4 +1,4 @@
-"""A host's own copy of the model, brought from version to version by the changes in a shared folder.
+"""A host's local copy of the model, updated from version to version by the changes in a shared folder.
 
 One copy serves all engines of a host; the first that asks does the work, under a file lock.  The state file says which
 version the copy has.  Before the first byte changes the state says "dirty", and says so until everything is verified
@@ -43,7 +43,7 @@ STATE_FOLDER = ".weight_sync"
 LOCAL_FLAG = "--update-weight-local-checkpoint-dir"
 POLL_S = 0.1
 VISIBLE_S = 30.0
-"""Time within which a network file system shows a folder that was renamed elsewhere."""
+"""Seconds for a folder that was renamed on another host to become visible on a network file system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class PullReport:
 
     version: int
     seed: str
-    """The folder that was copied first; empty when the existing copy was good."""
+    """The folder that was copied first; empty if the existing copy was usable."""
     applied: tuple[int, ...]
     """Versions whose changes were applied."""
     num_bytes: int
-    """Read from the shared folder: the seed and the changes."""
+    """Bytes read from the shared folder: the seed and the changes."""
     elapsed_s: float
 
 
@@ -113,7 +113,7 @@ class LocalCopy:
     # State
 
     def held(self) -> tuple[int, str] | None:
-        """Return number and chain of the version that the copy has; None when it has none that can be trusted."""
+        """Return number and chain of the copy's version; None if it has none that can be trusted."""
         try:
             state = json.loads(self._state_file.read_text())
             if state["dirty"] or state["model"] != _identity(self.model):
@@ -123,7 +123,7 @@ class LocalCopy:
             return None  # never made, or by another program: made again
 
     def mark_dirty(self, why: str) -> None:
-        """Let the next pull make the copy again."""
+        """Make the next pull recreate the copy."""
         self._write_state(0, "", dirty=why)
 
     def _write_state(self, number: int, chain: str, *, dirty: str = "") -> None:
@@ -134,7 +134,7 @@ class LocalCopy:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Admit one process of the host at a time; the lock goes with the process that holds it."""
+        """Admit one process of the host at a time; the lock is released when its process ends."""
         path = self._state_file.with_name("lock")
         with path.open("w") as file:
             try:
@@ -147,7 +147,7 @@ class LocalCopy:
             yield
 
     def _wait_until_visible(self, target: int) -> None:
-        """Wait for a new folder, which a network file system may show seconds late."""
+        """Wait for a new folder, which may become visible seconds late on a network file system."""
         deadline = time.monotonic() + min(self.timeout_s, VISIBLE_S)
         while target and not (version_folder(self.source, target) / INDEX_FILE).exists():
             if time.monotonic() > deadline:
@@ -194,7 +194,7 @@ class LocalCopy:
     # From one version to the next
 
     def _apply(self, version: Version) -> int:
-        """Apply the changes of ``version`` in place and verify them; gives the bytes read."""
+        """Apply the changes of ``version`` in place and verify them; return the bytes read."""
         held = self.held()
         if held is None or held[0] != version.base or (held[0] and held[1] != version.chain):
             raise WeightSyncError(

@@ -1,4 +1,4 @@
-"""A trainer that gives all its memory away between two steps (``--release-train``)."""
+"""A trainer that frees all its memory between steps (``--release-train``)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slime.weights.push.state import Push
 
 
 class ReleasedTrainGroup(RayTrainGroup):
-    """A trainer that is there only while it trains (``--release-train``); in between, ``actors`` is empty.
+    """A trainer that exists only while it trains (``--release-train``); in between, ``actors`` is empty.
 
         generate -> start the ranks, load the last checkpoint -> train -> save -> write the weights -> end the ranks
                  -> the driver has the engines read them -> generate
@@ -56,7 +56,7 @@ class ReleasedPush(WeightPush):
     def __init__(self, trainer: RayTrainGroup) -> None:
         super().__init__(trainer)
         self._written: WrittenVersion | None = None
-        """Version that the trainer wrote to disk last."""
+        """The version that the trainer wrote to disk last."""
 
     def update(self) -> dict[str, float]:
         """Hand the weights over, have the engines take room for them, then push as the base class does."""
@@ -68,7 +68,7 @@ class ReleasedPush(WeightPush):
         return super().update()
 
     def _hand_over_weights(self) -> None:
-        """Have the weights written to disk, and end every rank: its memory is free when this returns."""
+        """Make the ranks write the weights to disk, and end them; their memory is free when this returns."""
         trainer = self.trainer
         if not trainer.actors:
             return

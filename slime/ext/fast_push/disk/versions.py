@@ -47,7 +47,7 @@ numbers and other weights."""
 
 
 def version_text(number: int) -> str:
-    """Return six digits, as indexes and state files have it."""
+    """Format a version number as six digits, as used in indexes and state files."""
     return f"{number:06d}"
 
 
@@ -70,7 +70,7 @@ class Version:
 
     @property
     def is_whole(self) -> bool:
-        """True for a whole model, False for a change of another version."""
+        """True for a whole model, False for a change relative to another version."""
         return self.base is None
 
 
@@ -129,7 +129,7 @@ class Route:
     """The way to a version: the copy to make first, if any, and the changes to apply then, in order."""
 
     seed: Version | None
-    """The whole version to start from; None to start from what is held, or from the model."""
+    """The whole version to start from; None to start from the held version or from the model."""
     from_model: bool
     """Start from the model that is version 0."""
     deltas: tuple[Version, ...]
@@ -184,7 +184,7 @@ def find_route(root: str | Path, target: int, held: tuple[int, str] | None) -> R
 
 
 def describe_held(held: tuple[int, str] | None) -> str:
-    """Return the version held, for messages."""
+    """Describe the held version, for messages."""
     return "nothing" if held is None else f"version {held[0]}"
 
 
@@ -194,7 +194,7 @@ def _finalized(root: str | Path, number: int) -> list[Path]:
 
 
 def remove_version(folder: Path) -> None:
-    """Take one version away; a reader sees it whole or not at all.  What is gone already is fine."""
+    """Remove one version atomically: readers see it whole or not at all.  Not an error if it does not exist."""
     # A new name: a namesake removed before may still be there while a reader has it open.
     trash = folder.with_name(f".{folder.name}.part-{secrets.token_hex(4)}")
     try:
@@ -205,7 +205,7 @@ def remove_version(folder: Path) -> None:
 
 
 def remove_all(root: str | Path) -> None:
-    """Take away every version and every unfinished one; other files of the folder stay."""
+    """Remove every version, finished or not; other files in the folder stay."""
     prune_before(root, math.inf)
 
 
@@ -221,7 +221,7 @@ def prune_before(root: str | Path, number: float) -> None:
 # Writing
 
 SHARD_BYTES = 1024**3
-"""A file is closed before it grows beyond this: it bounds the host memory of a writer."""
+"""Maximum bytes of a file, which bounds a writer's host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,7 @@ class PartWriter:
             self._notes[name] = note
 
     def flush(self) -> list[PartFile]:
-        """Write what is pending; gives the files written so far."""
+        """Write pending tensors; return the files written so far."""
         if self._pending:
             name = f"part-{self._writer:05d}-{len(self.files):05d}.safetensors"
             path = self._folder / name

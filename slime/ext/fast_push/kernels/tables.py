@@ -27,7 +27,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class CastItem:
-    """One matrix of a bucket and where it comes from.
+    """One matrix of a bucket and its source.
 
     Row ``r`` of the matrix is row ``r // row_run * run_stride + r % row_run`` of ``source``: rows that a layer keeps
     interleaved (q, k and v of every group of heads) are one item.  A matrix whose rows simply follow each other has
@@ -82,7 +82,7 @@ class CopyItem:
     src_strides: tuple[int, ...]
     """Elements in the bucket from one index of ``dst`` to the next, for each of its dimensions."""
     src_dtype: torch.dtype
-    """Dtype in the bucket; elements are cast when ``dst`` has another."""
+    """Dtype in the bucket; elements are cast if ``dst`` has another dtype."""
 
     @property
     def end(self) -> int:
@@ -94,7 +94,7 @@ class CopyItem:
 
 
 def _check_bucket(bucket: Tensor, num_bytes: int, device: torch.device | None) -> None:
-    """Refuse anything but a flat uint8 tensor of at least ``num_bytes``, on ``device`` unless that is None."""
+    """Check that a tensor is flat uint8 with at least ``num_bytes``, on ``device`` unless that is None."""
     if bucket.dtype != torch.uint8 or bucket.dim() != 1 or not bucket.is_contiguous():
         raise ValueError(f"a bucket is a flat uint8 tensor; got {bucket.dtype} of shape {list(bucket.shape)}")
     if bucket.numel() < num_bytes:
@@ -118,7 +118,7 @@ def _rows_of(item: CastItem) -> Tensor:
 
 
 def run_in_torch(item: CastItem, out: Tensor, out_dtype: torch.dtype, block: tuple[int, int]) -> None:
-    """Write one item into the bucket, in plain torch: what the kernels are compared with."""
+    """Write one item into the bucket in plain torch, as the reference for the kernels."""
     matrix = _rows_of(item).detach()
     if item.is_fp8:
         assert item.scale_offset is not None  # checked
@@ -144,7 +144,7 @@ def differing_bytes(item: CopyItem, flat: Tensor) -> Tensor:
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Compare the bytes of two tensors of one shape and dtype without temporary ones."""
+    """Return whether two tensors of equal shape and dtype have equal bytes, without making temporary tensors."""
     if all(t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0 for t in (one, other)):
         return torch.equal(one.view(-1).view(torch.int64), other.view(-1).view(torch.int64))
     word = _WORDS[one.element_size()]
@@ -158,7 +158,7 @@ def source_view(item: CopyItem, flat: Tensor) -> Tensor:
 
 
 class CastTable:
-    """Writes its items into a bucket, as often as wanted.
+    """Writes its items into a bucket; reusable.
 
     Args:
         items: of parameters on one device, or in pinned host memory.
@@ -232,7 +232,7 @@ class CastTable:
 
 
 class CopyTable:
-    """Copies a bucket into its items, or compares them with it, as often as wanted.
+    """Copies a bucket into its items, or compares them with it; reusable.
 
     Args:
         items: destinations on one device; no element is in two of them.
@@ -336,5 +336,5 @@ class DigestTable:
 
 
 def as_unsigned(digests: Tensor) -> list[int]:
-    """Return the digests as ``digest_bytes`` gives them; waits for the device."""
+    """Return the digests as unsigned ints, like ``digest_bytes``; waits for the device."""
     return [value & MASK_64 for value in digests.tolist()]
