@@ -103,7 +103,7 @@ def folder_with_code(tmp_path):
 
 @pytest.mark.parametrize("load", [load_tokenizer, load_processor])
 def test_code_of_a_models_folder_runs_only_when_it_is_trusted(folder_with_code, load):
-    with pytest.raises(ConfigError, match="Python code of its own.*--trust-remote-code"):
+    with pytest.raises(ConfigError, match="contains Python code.*--trust-remote-code"):
         load(str(folder_with_code), trust_remote_code=False)
     assert not (folder_with_code / "mark").exists()
 
