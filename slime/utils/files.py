@@ -232,7 +232,7 @@ def read_object(
     try:
         return parse_object(read_outside_file(Path(path)), takes_infinity=True)
     except ValueError as reason:
-        raise error(f"{place} is not valid JSON: {reason}. {remedy}") from reason
+        raise error(f"{place} is not JSON as it is needed: {reason}. {remedy}") from reason
 
 
 def read_model_config(
@@ -285,7 +285,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
-        raise ValueError(f"the number {text[:80]} does not fit into a float")
+        raise ValueError(f"the number {text[:80]} is larger than a float may be")
     return value
 
 
