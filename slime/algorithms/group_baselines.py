@@ -33,6 +33,9 @@ class GroupConfig:
 
     divide_by_std: bool = True
     """False with ``--disable-grpo-std-normalization``."""
+    within_std: float = 0.0
+    """Deviation within rollouts that were cut into samples: the root of the mean, over the rollouts of the group, of
+    the variance of a rollout's rewards.  0 where all samples of a rollout have one reward."""
 
 
 GroupBaseline = Callable[[Tensor, GroupConfig], Baseline]
@@ -52,7 +55,9 @@ def group_mean(reward_G: Tensor, config: GroupConfig) -> Baseline:
 def group_mean_and_std(reward_G: Tensor, config: GroupConfig) -> Baseline:
     """Use the mean of the group as baseline and its unbiased standard deviation as scale:
 
-        (r - mean(r)) / (std(r) + 1e-6)
+        (r - mean(r)) / (sqrt(std(r)^2 + within_std^2) + 1e-6)
+
+    ``config.within_std`` bounds the samples of rollouts whose means are equal: 1e-6 alone would not.
 
     The scale is 1 without ``config.divide_by_std``, and in a group of one execution.
 
@@ -60,5 +65,6 @@ def group_mean_and_std(reward_G: Tensor, config: GroupConfig) -> Baseline:
     """
     baseline_G, scale_G = group_mean(reward_G, config)
     if config.divide_by_std and len(reward_G) > 1:
-        scale_G = (reward_G.std() + STD_EPSILON).expand_as(reward_G)
+        spread = torch.hypot(reward_G.std(), reward_G.new_tensor(config.within_std))
+        scale_G = (spread + STD_EPSILON).expand_as(reward_G)
     return Baseline(baseline_G, scale_G)

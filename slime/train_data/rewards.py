@@ -7,6 +7,7 @@ The estimator chooses the baseline (``Estimator.group_baseline``).  Per-token ad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -62,7 +63,6 @@ def post_process_rewards(
     groups: dict[Hashable, list[int]] = {}
     for position, group_id in enumerate(ids):
         groups.setdefault(group_id, []).append(position)
-    config = GroupConfig(divide_by_std=grpo_std_normalization)
     relative = [0.0] * len(raw_rewards)
     for group_id, positions in groups.items():
         rollouts: dict[Hashable, list[int]] = {}
@@ -81,16 +81,22 @@ def post_process_rewards(
         compared = [positions for positions in members if positions]
         if len(compared) < min(2, len(rollouts)):
             continue
-        for position, reward in _relative_to_group(raw_rewards, compared, baseline, config):
+        for position, reward in _relative_to_group(raw_rewards, compared, baseline, grpo_std_normalization):
             relative[position] = reward
     return relative
 
 
 def _relative_to_group(
-    raw_rewards: Sequence[float], rollouts: Sequence[Sequence[int]], baseline: GroupBaseline, config: GroupConfig
+    raw_rewards: Sequence[float], rollouts: Sequence[Sequence[int]], baseline: GroupBaseline, divide_by_std: bool
 ) -> list[tuple[int, float]]:
     """Return (position, relative reward) of a group's samples, given the positions of each execution's samples."""
     of_rollouts = [sum(raw_rewards[position] for position in members) / len(members) for members in rollouts]
+    variances = [
+        sum((raw_rewards[position] - mean) ** 2 for position in members) / len(members)
+        for members, mean in zip(rollouts, of_rollouts, strict=True)
+    ]
+    within_std = math.sqrt(sum(variances) / len(variances))
+    config = GroupConfig(divide_by_std=divide_by_std, within_std=within_std)
     baseline_G, scale_G = baseline(torch.tensor(of_rollouts, dtype=torch.float64), config)
     return [
         (position, (raw_rewards[position] - centre) / scale)

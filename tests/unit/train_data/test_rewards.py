@@ -97,6 +97,15 @@ def test_a_rollout_counts_once_however_many_samples_it_was_cut_into():
     assert normalise([1, 3, 0], **own) == [0.0, 2.0, -1.0]
 
 
+def test_rollouts_of_equal_means_are_divided_by_the_deviation_within_them():
+    # Means .5, .5 and .5; variances within them 0, .25 and .125, whose mean is .125.
+    cut = normalise([0.5, 1, 0, 0.75, 0, 0.75], group_ids=[0] * 6, rollout_ids=[1, 2, 2, 3, 3, 3])
+    assert cut == pytest.approx([value / 0.125**0.5 for value in (0, 0.5, -0.5, 0.25, -0.5, 0.25)], rel=1e-5)
+    # Means 2 and 0, whose unbiased variance is 2; variances 1 and 0 within them, whose mean is .5.
+    cut = normalise([1, 3, 0], n_samples_per_prompt=2, group_ids=[0] * 3, rollout_ids=[5, 5, 6])
+    assert cut == pytest.approx([value / 2.5**0.5 for value in (0, 2, -1)], rel=1e-5)
+
+
 def test_a_rollout_alone_in_its_group_gives_no_signal_and_is_never_divided():
     assert normalise([3.0, 5.0], n_samples_per_prompt=1, rollout_batch_size=2) == [0.0, 0.0]
     assert normalise([3.0, 1.0, 0.0], group_ids=[0, 1, 1])[0] == 0.0
