@@ -16,6 +16,7 @@ from tests.contracts.source_tree import REPO
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs").rglob("*.md"))]
 PAGES += sorted((REPO / "examples").glob("**/*.md"))
 ROOTS = ("slime", "slime_plugins", "scripts", "tests", "docs", "examples", "tools", "requirements", "benchmarks")
+RESULTS = sorted((REPO / "benchmarks/results").glob("*.json"))
 PATH = re.compile(rf"(?<![\w/{{}}.])(?:{'|'.join(ROOTS)})/[\w./-]*")
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z0-9][a-z0-9-]*")
@@ -102,6 +103,12 @@ def test_files_that_a_page_names_exist(page):
     named = {match.rstrip("./") for match in PATH.findall(text)}
     links = {str((page.parent / link).resolve().relative_to(REPO)) for link in LINK.findall(text)}
     assert sorted(name for name in (named | links) - OF_EXAMPLES - BUILT if not (REPO / name).exists()) == []
+
+
+def test_files_that_results_name_exist():
+    named = {(file.name, match.rstrip("./")) for file in RESULTS for match in PATH.findall(file.read_text())}
+    assert len(named) >= 50
+    assert sorted(item for item in named if not (REPO / item[1]).exists()) == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ("flags.md", "hooks.md")], ids=ids)
