@@ -8,10 +8,11 @@ real thing (``check_trainer_hooks``).
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib.util
 import inspect
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,7 @@ def check_import(hook: Hook, path: str, where: str, *, timeout_s: float = IMPORT
     try:
         target = getattr(module, attribute)
     except AttributeError:
-        raise HookError(
-            f"{where}: {module_name} ({module.__file__}) has no {attribute}. Correct the path {path}."
-        ) from None
+        raise HookError(_has_no(f"{where}: {module_name} ({module.__file__})", attribute, dir(module), path)) from None
     except Exception as error:  # of the module's own __getattr__
         raise HookError(
             f"{where}: {module_name} raised {said_by(error)} when it was asked for {attribute}."
@@ -107,6 +106,13 @@ def check_import(hook: Hook, path: str, where: str, *, timeout_s: float = IMPORT
     return target
 
 
+def _has_no(module: str, attribute: str, names: Iterable[str], path: str) -> str:
+    """Return what is wrong with a path into ``module``, with the name there that is most like ``attribute``."""
+    similar = difflib.get_close_matches(attribute, names, n=1)
+    hint = f" Did you mean {similar[0]}?" if similar else ""
+    return f"{module} has no {attribute}.{hint} Correct the path {path}."
+
+
 def check_source(hook: Hook, path: str, where: str) -> None:
     """Check ``path`` by reading its module's source; what only running it would show is left alone."""
     module_name, attribute = split_path(path, where)
@@ -118,7 +124,7 @@ def check_source(hook: Hook, path: str, where: str) -> None:
     if not found:
         if any(name in ("*", "__getattr__") for name, _ in bindings):
             return
-        raise HookError(f"{where}: {module_name} has no {attribute}. Correct the path {path}.")
+        raise HookError(_has_no(f"{where}: {module_name}", attribute, [name for name, _ in bindings], path))
     node = found[-1]
     if isinstance(node, ast.AsyncFunctionDef) and not node.decorator_list and hook.kind == "sync":
         raise HookError(_must_not_be_async(hook, path, where))

@@ -16,6 +16,7 @@ from typing import Any
 from slime.rollout.config import RolloutConfig
 from slime.rollout.engine_client import send
 from slime.utils.errors import DataError, EngineError
+from slime.utils.http_utils import HttpStatusError
 from slime.utils.processing_utils import (
     encode_image_for_rollout_engine,
     join_images,
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 BAD_ANSWER_WAIT_S = 2.0
 """Seconds between an unusable answer and the next attempt."""
+TOO_LONG = "longer than the model's context length"
+"""Part of the message with which SGLang refuses a long prompt (status 400)."""
 
 
 MAX_PROCESSED = 64
@@ -206,11 +209,21 @@ async def ask(
         is_over: Returns True once the rollout is over; unusable answers are then not retried.
 
     Raises:
+        DataError: the prompt is longer than the model's context.
         EngineError: no engine answered, or the answers stayed unusable.
     """
     deadline_s: float | None = None
     while True:
-        output = await send(config, payload, sample.session_id)
+        try:
+            output = await send(config, payload, sample.session_id)
+        except HttpStatusError as error:
+            if sample.response_length == 0 and TOO_LONG in error.body:
+                raise DataError(
+                    f"The prompt of sample {sample.index} does not fit into an engine ({error.body[:300]}). "
+                    "--rollout-max-prompt-len N (of an evaluation: --eval-max-prompt-len N) leaves out prompts of "
+                    "more than N tokens."
+                ) from error
+            raise
         try:
             check_answer(config, sample, output, payload)
             return output

@@ -7,9 +7,11 @@ plug-in's own frames.  ``SystemExit``, which would silently end the process or t
 from __future__ import annotations
 
 import asyncio
+import difflib
 import importlib
 import inspect
 import logging
+import pkgutil
 import signal
 import sys
 import threading
@@ -202,10 +204,14 @@ def import_plugin(module_name: str, where: str, timeout_s: float = IMPORT_TIMEOU
     except BaseException as error:  # whatever the module raises, the error must name it
         if isinstance(error, _Overdue):
             raise HookError(str(error)) from None
+        hint, frames = "", frames_of(error)
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name:
+            near = difflib.get_close_matches(module_name, {found.name for found in pkgutil.iter_modules()}, n=1)
+            hint, frames = f" Did you mean {near[0]}?" if near else "", ""
         raise HookError(
-            f"{where}: importing {module_name} raised {said_by(error)}. The path is "
+            f"{where}: importing {module_name} raised {said_by(error)}.{hint} The path is "
             "package.module.attribute, importable from here and in Ray's workers (PYTHONPATH)."
-            f"\n{frames_of(error)}".rstrip()
+            f"\n{frames}".rstrip()
         ) from error
 
 

@@ -88,10 +88,12 @@ def test_what_fits_is_accepted(plug_in, flag, source):
         ("--custom-rm-path", "hook = 3", "is a int and cannot be called"),
         ("--custom-rm-path", "raise ValueError('no key')", "raised ValueError: no key"),
         ("--custom-rm-path", "import sys\nsys.exit(0)", "raised SystemExit: 0"),
-        ("--custom-rm-path", "other = 3", "has no hook"),
+        ("--custom-rm-path", "other = 3", "has no hook. Correct the path"),
+        ("--custom-rm-path", "def hooks(args, sample): ...", "has no hook. Did you mean hooks? Correct the path"),
         ("--dynamic-sampling-filter-path", "async def hook(args, samples): ...", "nobody awaits it"),
         ("--data-source-path", "class hook:\n    def __init__(self, args): ...", "lacks get_samples, add_samples"),
-        ("--custom-megatron-init-path", "def other(args): ...", "has no hook"),
+        ("--custom-megatron-init-path", "def other(args): ...", "has no hook. Correct the path"),
+        ("--custom-megatron-init-path", "def hooks(args): ...", "has no hook. Did you mean hooks? Correct the path"),
         ("--custom-megatron-init-path", "def hook(args:", "is no Python: SyntaxError: '(' was never closed"),
         ("--custom-megatron-init-path", "async def hook(args): ...", "nobody awaits it"),
         ("--custom-advantage-function-path", "if True:\n    def hook(args): ...", "too many positional arguments"),
@@ -103,6 +105,17 @@ def test_what_does_not_fit_is_refused_with_the_reason(plug_in, flag, source, say
         check(flag, path)
     assert says in str(caught.value)
     assert str(caught.value).startswith(f"{flag}: ")
+
+
+def test_a_module_that_is_not_there_is_answered_with_the_name_of_one_that_is(tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_mine.py").write_text("import no_such_library")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(HookError, match="Did you mean rewards_of_mine?") as caught:
+        check("--custom-rm-path", "reward_of_mine.hook")
+    assert "File" not in str(caught.value)  # no frame is the user's
+    with pytest.raises(HookError, match="rewards_of_mine.py") as caught:
+        check("--custom-rm-path", "rewards_of_mine.hook")
+    assert "Did you mean" not in str(caught.value)
 
 
 @pytest.mark.parametrize("path", ["hook", "mod.py:hook", "dir/mod.hook", "my-mod.hook", ""])

@@ -11,8 +11,8 @@ import pytest
 
 from slime.rollout import config, engine_request, sglang_rollout
 from slime.rollout.config import DEFAULT_RETRIES, rollout_config
-from slime.utils.errors import EngineError
-from slime.utils.http_utils import close_http_client
+from slime.utils.errors import DataError, EngineError
+from slime.utils.http_utils import HttpStatusError, close_http_client
 from slime.utils.types import Sample
 from tests.scripted_engine.script import Fault, Script
 from tests.scripted_engine.server import ScriptedEngine
@@ -134,3 +134,13 @@ def test_an_answer_with_impossible_numbers_is_asked_for_again_or_ends_the_run(mo
         bad = iter([value])
         with pytest.raises(EngineError, match=rf"sample 3 cannot be used \(request \w+.*http://.*{field}"):
             ask(flags(engine, use_fault_tolerance=False))
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_the_flag_that_leaves_it_out():
+    with ScriptedEngine(Script(length=6, max_context=2)) as engine:
+        with pytest.raises(DataError, match=r"prompt of sample 3 .*context length.*--rollout-max-prompt-len N"):
+            ask(flags(engine))
+        assert len(engine.payloads) == 1
+        continued = Sample(index=3, tokens=[1, 2, 3], response="c", response_length=2)
+        with pytest.raises(HttpStatusError, match="400"):  # the prompt is not at fault
+            ask(flags(engine), continued)
