@@ -1,7 +1,7 @@
-"""The trainer as the rest of slime sees it: one rank and its verbs.
+"""The interface of a training backend: one rank of a trainer and its verbs.
 
-``slime.ray`` knows this class and nothing else of a training backend.  A backend subclasses it and imports no Ray;
-``slime.ray`` wraps the subclass as an actor.
+``slime.ray`` uses only this class of a training backend.  A backend subclasses it without importing Ray; ``slime.ray``
+wraps the subclass in an actor.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 class TrainWorker(ABC):
     """One rank of a training group.
 
-    Invariant: every verb below is called on all ranks of the group, with the same arguments and in the same order
-    (``train`` gets each rank's own data), because each of them may contain collectives.
+    Invariant: every verb below is called on all ranks of the group, with the same arguments and in the same order,
+    because any of them may contain collectives.  Only ``train`` gets different data on each rank.
     """
 
     args: Namespace
@@ -42,14 +42,14 @@ class TrainWorker(ABC):
     def set_rendezvous(
         self, world_size: int, rank: int, master_addr: str, master_port: int, local_rank: int = 0
     ) -> None:
-        """Set the rendezvous of the group; the first call of all.
+        """Set the rendezvous of the group.  Must be called first.
 
         Args:
-            world_size: ranks in the group.
-            rank: this one.
+            world_size: number of ranks in the group.
+            rank: this rank.
             master_addr: address of rank 0.
-            master_port: a free port there.
-            local_rank: index of this rank's accelerator among those the process can see.
+            master_port: a free port at that address.
+            local_rank: index of this rank's accelerator among those visible to the process.
         """
         self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
         self._rendezvous = master_addr, master_port
@@ -64,9 +64,9 @@ class TrainWorker(ABC):
         )
 
     def join_process_group(self, args: Namespace) -> None:
-        """Enter the training group: accelerator, default process group, and a gloo group of all ranks beside it.
+        """Select the accelerator, and create the default process group and a second, gloo group of all ranks.
 
-        On a machine without CUDA the backend is gloo whatever ``--distributed-backend`` says.
+        Without CUDA the backend is gloo, whatever ``--distributed-backend`` says.
 
         Raises:
             ProcessError: ``set_rendezvous`` was not called.
@@ -100,15 +100,15 @@ class TrainWorker(ABC):
         """Build and load the model.
 
         Args:
-            args: everything the user asked for.
+            args: complete flags.
             role: ``"actor"`` or ``"critic"``.
-            with_ref: keep a frozen reference policy beside the actor.
-            transforms: of the model after it is built, as the backend has them.
-            transport: makes the way of weights to the engines, as the backend has it; the plain one when None.
-            guides: what the policy is trained towards beside the rewards, as the backend has them.
+            with_ref: keep a frozen reference policy besides the actor.
+            transforms: the backend's classes that change the model after it is built.
+            transport: the backend's factory of weight transports; None for the plain push.
+            guides: the backend's classes of training targets besides the rewards.
 
         Returns:
-            The rollout to start with: one past the checkpoint that was loaded.
+            The rollout to start with: ``--start-rollout-id`` if given, otherwise one past the loaded checkpoint.
         """
 
     @abstractmethod
@@ -118,17 +118,23 @@ class TrainWorker(ABC):
         """Take the optimizer steps of one rollout on this rank's share of its data.
 
         Args:
-            rollout_id: the rollout that made the data.
+            rollout_id: the rollout that generated the data.
             rank_batch: this data-parallel rank's entry of ``slime.train_data.split.split_by_rank``.
             external_data: what another role computed for the same samples (a critic's ``values``).
 
         Returns:
-            Metrics on the main rank, a critic's ``values`` on the last pipeline stage of a critic, None elsewhere.
+            The actor's metrics on its main rank, the critic's ``values`` on its last pipeline stage, None elsewhere.
         """
 
     @abstractmethod
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
-        """Write model and optimizer of ``rollout_id``; the checkpoint counts only once it is published."""
+        """Write a checkpoint of model and optimizer after ``rollout_id``.
+
+        A resumed run does not load it until :meth:`publish_checkpoint`.
+
+        Args:
+            force_sync: write before returning, even with ``--async-save``.
+        """
 
     @abstractmethod
     def publish_checkpoint(self, rollout_id: int) -> None:
@@ -136,26 +142,27 @@ class TrainWorker(ABC):
 
     @abstractmethod
     def connect_rollout_engines(self, engines: Sequence[EngineProxy], num_new_engines: int) -> None:
-        """Set the engines that get weights; ``num_new_engines`` of them have not been seen before."""
+        """Set the engines to push weights to; ``num_new_engines`` of them were not connected before."""
 
     @abstractmethod
     def update_weights(self) -> dict[str, float] | None:
         """Push the actor's weights to every connected engine.
 
-        Engines that do not take them are left out, see :meth:`excluded_engines`; the others hold just these weights.
+        Engines that fail to load them are excluded, see :meth:`excluded_engines`; all others have exactly these
+        weights.
 
         Returns:
             metrics of the push on the main rank, except before the first rollout.
 
         Raises:
-            WeightSyncError: no engine took them.
+            WeightSyncError: no engine loaded them.
         """
 
     def resend_weights(self) -> None:
-        """Push what the last push sent, under the same version, to the engines connected now: they started late.
+        """Push the weights of the last push, under the same version, to the engines connected now, which started late.
 
         Raises:
-            WeightSyncError: as ``update_weights``; always, where a trainer has no such push.
+            WeightSyncError: as ``update_weights``; always in a trainer without such a push.
         """
         raise WeightSyncError(
             f"{type(self).__name__} cannot push to engines that start late; run without --use-fault-tolerance"
@@ -165,15 +172,15 @@ class TrainWorker(ABC):
         """Write the actor's weights where engines can read them; the caller notifies the engines.
 
         Returns:
-            what that takes, on the main rank.
+            on rank 0, what the caller needs to notify them.
 
         Raises:
-            WeightSyncError: they cannot be written; always, where a trainer writes none.
+            WeightSyncError: they cannot be written; always in a trainer that cannot write weights.
         """
         raise WeightSyncError(f"{type(self).__name__} cannot write weights for engines; run without --release-train")
 
     def excluded_engines(self) -> list[ExcludedEngine]:
-        """Return the engines that the last push excluded, also when it raised; they are paused and serve nothing."""
+        """Return the engines that the last push excluded, even if it raised; they are paused and serve nothing."""
         return []
 
     @abstractmethod
@@ -182,17 +189,17 @@ class TrainWorker(ABC):
 
     @abstractmethod
     def wake_up(self) -> None:
-        """Take the memory again and restore its content."""
+        """Allocate the memory again and restore its content."""
 
     @abstractmethod
     def clear_memory(self) -> None:
-        """Free what caches hold; the model stays."""
+        """Free cached memory; the model stays."""
 
     @abstractmethod
     def get_parallel_config(self) -> dict[str, int]:
-        """Return ``dp_size, cp_size, vpp_size, microbatch_group_size_per_vp_stage`` of the group; ``dp_rank``,
-        ``cp_rank`` and ``is_last_stage`` (of the pipeline; 0 or 1) of this rank.
+        """Return ``dp_size, cp_size, vpp_size, microbatch_group_size_per_vp_stage`` of the group; and of this rank
+        ``dp_rank``, ``cp_rank`` and ``is_last_stage`` (of the pipeline, 0 or 1).
 
-        ``dp_size`` and ``dp_rank`` leave context parallelism out: ranks with the same ``dp_rank`` train on the same
+        ``dp_size`` and ``dp_rank`` do not count context parallelism: ranks with the same ``dp_rank`` train on the same
         samples.
         """

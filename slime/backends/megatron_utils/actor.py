@@ -1,4 +1,4 @@
-"""The Megatron trainer of one rank: its verbs train, save, push weights, sleep and wake up."""
+"""The Megatron trainer of one rank: trains, saves, pushes weights, sleeps and wakes up."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 class MegatronTrainRayActor(TrainWorker):
     """One rank of the actor or the critic.
 
-    Invariant: between two verbs the model holds the role's own weights; with ``--offload-train`` it is asleep, and
-    the host copy under ``"actor"`` is up to date.
+    Invariant: between two verbs the model holds the role's own weights.  With ``--offload-train`` the trainer then
+    sleeps, and the actor's host copy (tag ``"actor"``) is up to date.
     """
 
     def init(
@@ -53,7 +53,11 @@ class MegatronTrainRayActor(TrainWorker):
         transport: MakeTransport | None = None,
         guides: tuple[type[Guide], ...] = (),
     ) -> int:
-        """Join the group, build the model, load all policies, and fall asleep if the accelerator is shared."""
+        """Join the process group, build the model, load all policies, and sleep if the accelerator is shared.
+
+        Returns:
+            the rollout that training starts with.
+        """
         self.args, self.role = args, role
         if args.debug_rollout_only:
             return args.start_rollout_id or 0
@@ -114,18 +118,18 @@ class MegatronTrainRayActor(TrainWorker):
 
     @property
     def loads_checkpoint(self) -> bool:
-        """Return True where :meth:`load_state` reads ``--load``."""
+        """Return True if :meth:`load_state` reads ``--load``."""
         return True
 
     def load_state(self) -> int:
-        """Give the model, as it was built, the state that training continues from; return the rollout before."""
+        """Load the state that training continues from into the freshly built model; return its rollout."""
         return checkpoint.load_checkpoint(self.args, self.model, self.optimizer, self.scheduler)
 
     def end_training(self, rollout_id: int) -> None:
-        """Do what follows all optimizer steps of a rollout; the model is awake."""
+        """Hook after all optimizer steps of a rollout, while the trainer is awake."""
 
     def get_parallel_config(self) -> dict[str, int]:
-        """Return the sizes by which the rollout manager splits the data."""
+        """Return the parallel sizes and ranks by which the rollout manager splits the data."""
         config: Any = self.model[0].config
         return {
             "dp_size": mpu.get_data_parallel_world_size(with_context_parallel=False),
@@ -140,7 +144,7 @@ class MegatronTrainRayActor(TrainWorker):
     # Memory
 
     def sleep(self) -> None:
-        """Free the memory, unless that is done already or need not be; on a CPU nothing happens."""
+        """Free the accelerator's memory, unless it is freed already or may stay; a CPU trainer keeps its memory."""
         self._sleep.fall_asleep()
 
     def wake_up(self) -> None:
@@ -148,7 +152,7 @@ class MegatronTrainRayActor(TrainWorker):
         self._sleep.wake_up()
 
     def clear_memory(self) -> None:
-        """Return cached memory."""
+        """Return cached memory to the device."""
         memory.clear_memory()
 
     # Training
@@ -177,13 +181,17 @@ class MegatronTrainRayActor(TrainWorker):
         self.end_training(rollout_id)
         metrics = self._reports.performance(rollout_id, data, iterators[0])
         self._last_rollout_id = rollout_id
-        del data, iterators  # memory freed later, while the trainer sleeps, would stay in the allocator's cache
+        del data, iterators  # freed only while the trainer sleeps, they would stay in the allocator's cache
         self._sleep.rest()
         clock.start("train_wait")
         return outcome if self.role == "critic" else ({**outcome, **metrics} if metrics else None)
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
-        """Save model, optimizer, scheduler and generators; then the Hugging Face export of ``--save-hf``."""
+        """Save model, optimizer, scheduler and random generators; then write the Hugging Face export of ``--save-hf``.
+
+        Args:
+            force_sync: write before returning, even with ``--async-save``.
+        """
         args = self.args
         with span("save_model"):
             self.wake_up()
@@ -201,24 +209,24 @@ class MegatronTrainRayActor(TrainWorker):
         self._reports.span(rollout_id, "save_model")
 
     def publish_checkpoint(self, rollout_id: int) -> None:
-        """Make the checkpoint count, with ``--async-save`` once it is on disk; rank 0 writes."""
+        """Publish the checkpoint: rank 0 writes the tracker file, with ``--async-save`` once the data is on disk."""
         telemetry.flush()  # the trainer may be released
         if self._background_save is not None:
             self._background_save.publish(self.args.save, rollout_id)
             return
         if dist.get_rank() == 0:
             self._publish(self.args.save, rollout_id)
-        dist.barrier(group=get_gloo_group())  # over NCCL it would allocate, and the trainer may be asleep
+        dist.barrier(group=get_gloo_group())  # NCCL would allocate memory, and the trainer may be asleep
 
     def _publish(self, save_dir: str, iteration: int | str) -> None:
-        # A critic's checkpoint counts before the actor's: the one beside the actor's last must stay until then.
+        # The critic publishes before the actor: keep the critic checkpoint that matches the actor's last one.
         keep_last = self.args.keep_last and self.args.keep_last + (self.role == "critic")
         checkpoint.publish_checkpoint(save_dir, iteration, keep_last=keep_last)
 
     # Weights to the engines
 
     def connect_rollout_engines(self, engines: Sequence[EngineProxy], num_new_engines: int) -> None:
-        """Take these engines as those to push to."""
+        """Push to these engines from here on."""
         self._updater.connect(engines, num_new_engines)
 
     def update_weights(self) -> dict[str, float] | None:
@@ -229,17 +237,17 @@ class MegatronTrainRayActor(TrainWorker):
         self._policies.record_pushed()
         if self._last_rollout_id is None:
             Timer().reset("update_weights")
-            return None  # the push before the first rollout belongs to no step
+            return None  # a push before the first rollout belongs to no step
         return self._reports.span(self._last_rollout_id, "update_weights", **metrics) or None
 
     def resend_weights(self) -> None:
-        """Push what the last push sent, under the same version, to the engines connected now: they started late."""
+        """Push the last push's weights, under the same version, to the engines connected now, which started late."""
         with span("update_weights"):
             self._updater.resend()
             self._sleep.end_push()
 
     def write_weights(self) -> Any:
-        """Write the weights to disk and ask no engine; gives the ``WrittenVersion`` on the main rank."""
+        """Write the weights to disk without contacting engines; return the ``WrittenVersion`` on rank 0."""
         with span("update_weights"):
             written = self._updater.write()
             self._sleep.end_push()

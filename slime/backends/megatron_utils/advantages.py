@@ -1,6 +1,6 @@
-"""Advantages and returns from the columns of a rank's rollout, by the estimator of ``--advantage-estimator``.
+"""Computes advantages and returns from the columns of a rank's rollout, with the ``--advantage-estimator``.
 
-The formulas are in ``slime.algorithms.advantages``; here: which columns feed them, and context parallelism.
+The formulas are in ``slime.algorithms.advantages``; this module chooses their columns and handles context parallelism.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from slime.utils.types import RolloutBatch
 def compute_advantages_and_returns(
     args: Namespace, rollout_data: RolloutBatch, guides: Sequence[Guide] | None = None
 ) -> None:
-    """Set ``kl``, ``advantages`` and ``returns`` (lists, local to the context-parallel rank) in ``rollout_data``.
+    """Set ``kl``, ``advantages`` and ``returns`` in ``rollout_data``: [r] per sample, local to the context-parallel
+    rank.
 
-    Only the last pipeline stage has the log-probs; the others do nothing.
+    Only the last pipeline stage has the log-probs; other stages return early.
 
     Args:
-        guides: those of the run, each of which pulls the advantages.
+        guides: the guides of the run, each of which may change the advantages.
 
     Raises:
-        ConfigError: a flag asks for guides, and none were given.
-        DataError: the penalty or the estimator needs a column that is missing.
+        ConfigError: a flag asks for guides, but ``guides`` is None.
+        DataError: the KL penalty or the estimator needs a column that is missing.
     """
     if guides is None and (terms := vars(args).get("advantage_terms")):
         raise ConfigError(
@@ -66,7 +67,7 @@ def compute_advantages_and_returns(
 
 
 def _zero_nonfinite_untrained(column_N: list[Tensor], mask_N: list[Tensor]) -> list[Tensor]:
-    """Replace what is not finite by 0 where a token is not trained: sums over time would spread it over the others."""
+    """Replace non-finite values of untrained tokens with 0: sums over time would spread them to trained tokens."""
     return [
         torch.where((mask != 0) | values.isfinite(), values, 0.0)
         for values, mask in zip(column_N, mask_N, strict=True)
@@ -76,7 +77,7 @@ def _zero_nonfinite_untrained(column_N: list[Tensor], mask_N: list[Tensor]) -> l
 def _token_kl(
     ours: list[Tensor] | None, reference: list[Tensor] | None, masks: list[Tensor], *, coef: float, kind: str
 ) -> list[Tensor]:
-    """Return the KL from the reference of each local response token; zeros without ``--kl-coef``."""
+    """Return the KL from the reference, [r] per sample; zeros if ``--kl-coef`` is 0."""
     if coef == 0:
         return [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
     if ours is None or reference is None:

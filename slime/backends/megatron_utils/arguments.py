@@ -1,7 +1,7 @@
-"""The trainer's flags: those accepted, what follows from them, and the reader of each.
+"""The trainer's flags: adds them to the parser, derives values from them, and checks them.
 
-``slime.flags.parse`` calls ``add_`` and ``validate_megatron_arguments``; the ``*_config_from_args`` functions turn the
-result into megatron-core's config objects.
+``slime.flags.parse`` calls ``add_`` and ``validate_megatron_arguments``; the ``*_config_from_args`` functions build
+megatron-core's config objects from the result.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def validate_megatron_arguments(args: argparse.Namespace) -> None:
-    """Fill in what config.json says and what follows from the flags, then refuse what cannot work.
+    """Fill in model flags from config.json, check them against it, derive further values, and check the flags.
 
-    Nothing is derived or refused when no trainer runs.
+    With ``--debug-rollout-only``, when no trainer runs, only the model flags are filled in.
 
     Raises:
-        ConfigError: a flag, a combination of flags, or a disagreement with the HF config.
+        ConfigError: a flag or a combination of flags is invalid, or contradicts the HF config.
     """
     vars(args).update(fill_model_flags(args))
     if args.debug_rollout_only:

@@ -1,11 +1,11 @@
-"""Checkpoints of a training run: where they lie, how they are written, and which one counts.
+"""Checkpoints of a training run: where they are stored, how they are written, and which one is current.
 
     {save}/iter_0000012/                     model, optimizer, scheduler, generators: one torch_dist checkpoint
     {save}/rollout/...                       the position in the data (written by the data source)
-    {save}/latest_checkpointed_iteration.txt "12" or "release"; what it names is what a resumed run loads
+    {save}/latest_checkpointed_iteration.txt tracker file, "12" or "release": the checkpoint that a resumed run loads
 
-A save is three acts in this order: ``save_checkpoint``, the data source's own save, ``publish_checkpoint``.  The
-tracker file is replaced atomically and last, so a run that is killed at any moment resumes from the save before.
+A save has three steps, in this order: ``save_checkpoint``, the data source's own save, ``publish_checkpoint``.  The
+tracker file is replaced atomically and last, so a run killed at any moment resumes from the previous save.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def save_checkpoint(
     *,
     background: BackgroundSave | None = None,
 ) -> Path:
-    """Write the checkpoint of ``iteration`` (or ``"release"``), whole but not yet counting.  Collective.
+    """Write the checkpoint of ``iteration`` (or ``"release"``) without publishing it.  Collective.
 
-    What a run that was killed in the middle of this save left in the folder is removed first.
+    Any earlier content of the folder, such as a partial save by a killed run, is removed first.
 
     Args:
-        args: complete flags; ``--save`` says where, ``--no-save-optim`` and ``--no-save-rng`` what not.
-        optimizer: None where nothing was trained.
+        args: complete flags; ``--save`` is the folder, ``--no-save-optim`` and ``--no-save-rng`` leave parts out.
+        optimizer: None if nothing was trained.
         opt_param_scheduler: None without an optimizer.
         background: copies the state, writes it during training, and publishes it (``--async-save``).
 
@@ -90,7 +90,7 @@ def save_checkpoint(
     make_empty_folder(folder)
     for chunk in model:
         if hasattr(chunk, "start_param_sync"):
-            chunk.start_param_sync(force_sync=True)  # with overlapped gathers a rank may hold stale weights
+            chunk.start_param_sync(force_sync=True)  # with overlapped all-gathers a rank may hold stale weights
     state = common_state(args, iteration)
     weights = model_state(model)
     state.update(weights)
@@ -98,7 +98,7 @@ def save_checkpoint(
         state["optimizer"] = optimizer_state(optimizer, weights)
         state["opt_param_scheduler"] = schedule_state(opt_param_scheduler)
     elif optimizer is not None and not keeps_moments(args):
-        state["opt_param_scheduler"] = schedule_state(opt_param_scheduler)  # there is no more to such an optimizer
+        state["opt_param_scheduler"] = schedule_state(opt_param_scheduler)  # an optimizer without moments has no state
     if not args.no_save_rng:
         state["rng_state"] = rng_state()
     write_checkpoint(state, folder, background=background)
@@ -109,7 +109,7 @@ def save_checkpoint(
 
 
 def make_empty_folder(folder: Path) -> None:
-    """Make an empty folder in the place of an old one.  Collective."""
+    """Create an empty folder, removing an old one.  Collective."""
     verdict = ""
     if dist.get_rank() == 0:
         try:
@@ -117,17 +117,17 @@ def make_empty_folder(folder: Path) -> None:
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
         except OSError as error:
-            verdict = f"The folder {folder} of a checkpoint cannot be made ({error.strerror}); give another --save."
+            verdict = f"Cannot create the checkpoint folder {folder} ({error.strerror}); give another --save."
     if verdict := object_of_first(verdict):
         raise DataError(verdict)
 
 
 def publish_checkpoint(save_dir: str | Path, iteration: int | str, *, keep_last: int | None = None) -> None:
-    """Make ``iteration`` the checkpoint that counts: the tracker file is replaced atomically.  For one rank only.
+    """Make ``iteration`` the current checkpoint by replacing the tracker file atomically.  Call it on one rank only.
 
     Args:
         save_dir: ``--save``.
-        keep_last: then remove all but so many checkpoints, the newest up to this one; None keeps all.
+        keep_last: afterwards keep only this many checkpoints up to ``iteration``, the newest; None keeps all.
     """
     content = str(iteration).encode()
     write_atomically(Path(save_dir, TRACKER), lambda file: file.write(content), what="Which checkpoint counts")
@@ -136,22 +136,22 @@ def publish_checkpoint(save_dir: str | Path, iteration: int | str, *, keep_last:
 
 
 def _remove_old(root: Path, iteration: int, keep_last: int) -> None:
-    """Remove checkpoints from before ``iteration``; later ones are of another run, which this one goes back beyond."""
+    """Remove old checkpoints up to ``iteration``.  Later ones stay: they belong to a run that this one rolled back."""
     found = sorted(int(path.name[5:]) for path in root.iterdir() if re.fullmatch(r"iter_\d{7}", path.name))
     found = [number for number in found if number <= iteration]
     whole = [number for number in found if (checkpoint_folder(root, number) / FORMAT_FILE).exists()]
     for old in sorted({*found} - {*whole[-keep_last:]}):
         folder = checkpoint_folder(root, old)
-        (folder / FORMAT_FILE).unlink(missing_ok=True)  # first: a folder that is removed by half is no checkpoint
+        (folder / FORMAT_FILE).unlink(missing_ok=True)  # first, so that a half-removed folder is not a checkpoint
         shutil.rmtree(folder, ignore_errors=True)
         logger.info("removed the checkpoint %s (--keep-last %d)", folder, keep_last)
 
 
 def common_state(args: Namespace, iteration: int | str) -> dict[str, Any]:
-    """Return the content of a checkpoint beside its tensors."""
+    """Return the content of a checkpoint other than its tensors."""
     shown = vars(redacted(args))
     return {
-        # A critic's are in the critic's own checkpoint.
+        # The critic's arguments are in the critic's own checkpoint.
         "args": Namespace(**{name: _plain(value) for name, value in shown.items() if name != "critic_args"}),
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": 1 if iteration == RELEASE else iteration,
@@ -161,9 +161,9 @@ def common_state(args: Namespace, iteration: int | str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` in types that ``torch.load`` reads back without trusting the file: anything else becomes text.
+    """Return ``value`` in types that ``torch.load`` reads without trusting the file, anything else as its ``repr``.
 
-    Plug-ins put what they like on ``args``; a checkpoint must not need their modules, nor ours, to be opened.
+    Plug-ins may put any object on ``args``; opening a checkpoint must need neither their modules nor ours.
     """
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return value
@@ -177,14 +177,14 @@ def _plain(value: Any) -> Any:
 
 
 def model_state(model: list[torch.nn.Module]) -> dict[str, Any]:
-    """Return the sharded state of what is trained: added parameters, under ``model``, else :func:`base_state`."""
+    """Return the sharded state that is trained: the added parameters under ``model``, or else :func:`base_state`."""
     added = added_parameters(model)
     return base_state(model) if added is None else {"model": added.state(model)}
 
 
 def base_state(model: list[torch.nn.Module]) -> dict[str, Any]:
-    """Return the sharded state of every chunk without added parameters: ``model``, or ``model0``, ``model1`` ... with
-    virtual pipeline stages.
+    """Return the sharded state of every chunk without added parameters, under ``model``, or with virtual pipeline
+    stages under ``model0``, ``model1``, ...
     """
     metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     chunks, added = unwrap_model(model), added_parameters(model)
@@ -205,13 +205,12 @@ def load_checkpoint(
     optimizer: Any = None,
     opt_param_scheduler: Any = None,
 ) -> int:
-    """Load what ``--load`` names, a Megatron checkpoint or a Hugging Face folder.  Collective.
+    """Load ``--load``, a Megatron checkpoint or a Hugging Face folder.  Collective.
 
-    With ``args.finetune``, for a ``release`` checkpoint and for a Hugging Face folder, the weights are loaded and
-    nothing else.
+    Only the weights are loaded with ``args.finetune``, from a ``release`` checkpoint and from a Hugging Face folder.
 
     Returns:
-        The iteration of the checkpoint; 0 where only weights are loaded.
+        The iteration of the checkpoint; 0 if only weights are loaded.
 
     Raises:
         ConfigError: there is no checkpoint, or it is incomplete.
@@ -253,16 +252,16 @@ def load_weights(
     step: int | None,
     step_flag: str = "--ckpt-step",
 ) -> tuple[CheckpointReader, int | str, dict[str, Any]] | None:
-    """Load weights alone, from a Megatron checkpoint or a Hugging Face folder.  Collective.
+    """Load only weights, from a Megatron checkpoint or a Hugging Face folder.  Collective.
 
     Args:
-        added: the transform whose parameters are loaded; None loads all others.
+        added: the transform whose parameters are loaded; None loads all other parameters.
         flag: the flag that named ``root``, for messages.
         step: an iteration of a Megatron checkpoint; None for the latest.
         step_flag: the flag of ``step``, for messages.
 
     Returns:
-        The checkpoint, its iteration and what all ranks share of it; None for a Hugging Face folder.
+        The checkpoint, its iteration and its common (unsharded) state; None for a Hugging Face folder.
 
     Raises:
         SlimeError: as :func:`load_checkpoint`.

@@ -1,7 +1,7 @@
-"""Context-parallel slices of tokens and per-token lists, for this rank of Megatron's groups.
+"""Slices tokens and per-token lists for this context-parallel rank, and gathers them again.
 
-The arithmetic is in ``slime.train_data.context_parallel`` with rank and size passed in; here they come from ``mpu``.
-Per-sample tensors (log-probs, advantages, ...) are local to the context-parallel rank; loss masks are full.
+The arithmetic is in ``slime.train_data.context_parallel``; this module passes rank and size from ``mpu``.  Per-sample
+tensors (log-probs, advantages, ...) are local to the context-parallel rank; loss masks are whole.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from slime.train_data.microbatch import PackingConfig
 
 
 def cp_rank() -> CPRank:
-    """Return this rank's place in its context-parallel group."""
+    """Return this rank and the size of its context-parallel group."""
     return CPRank(mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
 
 
 def has_contiguous_parts(allgather_cp: bool) -> bool:
-    """Return True when context parallelism gives each rank a contiguous part of the stream (``--allgather-cp``)."""
+    """Return True if each context-parallel rank has a contiguous part of the stream (``--allgather-cp``)."""
     return allgather_cp and mpu.get_context_parallel_world_size() > 1
 
 
 def packing_of(args: Namespace) -> PackingConfig:
-    """Return the way in which this rank packs its micro-batches."""
+    """Return how this rank packs its micro-batches."""
     return PackingConfig(
         cp_rank(),
         pad_multiple=mpu.get_tensor_model_parallel_world_size() * args.data_pad_size_multiplier,
@@ -43,16 +43,16 @@ def packing_of(args: Namespace) -> PackingConfig:
 def get_logits_and_tokens_offset_with_cp(
     total_length: int, response_length: int
 ) -> tuple[int, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-    """Return where this rank's two chunks of a sequence lie, and which of their rows give the response's log-probs.
+    """Return the positions of this rank's two chunks of a sequence, and of the rows that give response log-probs.
 
     Returns:
-        chunk size; the chunks, the logit rows and the tokens they predict, each as (start, end) in the sequence.
+        the chunk size; then for the chunks, the logit rows, and the tokens they predict: (start, end) in the sequence.
     """
     return context_parallel.logits_and_tokens_offsets(total_length, response_length, cp_rank())
 
 
 def slice_with_cp(tokens: Tensor, pad_value: float | int) -> Tensor:
-    """Return this rank's two chunks of a sequence, padded to equal chunks on all ranks."""
+    """Return this rank's two chunks of a sequence, which is padded so that all ranks have equal chunks."""
     return context_parallel.slice_zigzag(tokens, cp_rank(), pad_value=pad_value)
 
 
@@ -77,7 +77,7 @@ def slice_log_prob_with_cp(
 def local_responses(
     column_N: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> list[Tensor]:
-    """Return this rank's part of each sample's values, one per response token: loss masks, for one."""
+    """Return this rank's part of per-token columns such as loss masks: [R] to [r] per sample."""
     return [
         slice_log_prob_with_cp(values_R, total, response)
         for values_R, total, response in zip(column_N, total_lengths, response_lengths, strict=True)
@@ -85,7 +85,7 @@ def local_responses(
 
 
 class _SumOverContextRanks(torch.autograd.Function):
-    """All-reduce whose gradient is all-reduced too: every rank's loss may depend on every rank's input."""
+    """All-reduce over context-parallel ranks, also of the gradient: any rank's loss may depend on any rank's input."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, tensor: Tensor) -> Tensor:
@@ -101,10 +101,10 @@ class _SumOverContextRanks(torch.autograd.Function):
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
-    """Gather a whole response from the parts of all context-parallel ranks; differentiable.
+    """Gather a whole response from the parts of all context-parallel ranks.  Differentiable, collective.
 
     Args:
-        tensor: [local response tokens, ...], as ``slice_log_prob_with_cp`` gives it.
+        tensor: [local response tokens, ...], as returned by ``slice_log_prob_with_cp``.
 
     Returns:
         [response_length, ...], equal on all ranks.
@@ -118,7 +118,7 @@ def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) 
 def whole_responses(
     column_N: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> list[Tensor]:
-    """Gather each sample's values: the inverse of :func:`local_responses`.  Every context-parallel rank must call."""
+    """Gather per-token columns, [r] to [R] per sample: the inverse of :func:`local_responses`.  Collective."""
     return [
         all_gather_with_cp(values_r, total, response)
         for values_r, total, response in zip(column_N, total_lengths, response_lengths, strict=True)
@@ -131,17 +131,18 @@ def zigzag_from_contiguous(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
 ) -> dict[str, list[Tensor]]:
-    """Move values of response tokens from the ranks of ``--allgather-cp`` to those of the zigzag.
+    """Move per-token values from the contiguous layout of ``--allgather-cp`` to the zigzag layout.
 
-    What comes after the model (advantages, losses, metrics) then need not know how the stream was cut.  One
-    all-reduce for all columns, differentiable; every context-parallel rank must call.
+    Advantages, losses and metrics then need not know how the stream was cut.  One all-reduce for all columns.
+    Differentiable, collective over context-parallel ranks.
 
     Args:
-        columns: [R] values of this rank's contiguous part of the stream, samples one after the other.
-        positions: per sample, the positions in it of the tokens that those values belong to.
+        columns: by name, the values of the response tokens in this rank's contiguous part of the stream, samples
+            concatenated.
+        positions: per sample, the positions in the sample of the tokens that those values belong to.
 
     Returns:
-        of each column and sample the values that :func:`local_responses` would cut out of the whole responses.
+        for each column, per sample, the values that :func:`local_responses` would cut from the whole responses.
     """
     places, start = [], 0
     for position, total, response in zip(positions, total_lengths, response_lengths, strict=True):
@@ -165,12 +166,12 @@ def get_sum_of_sample_mean(
 ) -> Reducer:
     """Return a reducer of flat per-token values (this rank's response tokens, samples concatenated) to a scalar.
 
-        sum over samples i of (x_i * mask_i).sum() / max(denominator_i, 1),      or plainly of (x * mask).sum()
+        sum over samples i of (x_i * mask_i).sum() / max(denominator_i, 1),      or per token: (x * mask).sum()
 
     Args:
         loss_masks: [response_length] each, not sliced.
-        sample_denoms: the denominators (``rollout_mask_sums``); the masks' own sums when None.
-        calculate_per_token_loss: the plain sum.
+        sample_denoms: the denominators (``rollout_mask_sums``); None takes the sums of the masks.
+        calculate_per_token_loss: return the sum over tokens, without denominators.
     """
     if sample_denoms is None:
         sample_denoms = torch.stack([mask.sum() for mask in loss_masks])

@@ -1,14 +1,14 @@
-"""How ``megatron.core`` is imported: from the installed wheel, and able to run on CPU tensors.
+"""Makes ``megatron.core`` import from the installed wheel, and run on CPU tensors.
 
-The package ``megatron_utils`` imports this module, so nothing of ours imports megatron-core before.
+The package ``megatron_utils`` imports this module before slime imports megatron-core anywhere.
 
 Recipes put a checkout of Megatron-LM on PYTHONPATH.  ``megatron`` is a namespace package, so the checkout's
-``megatron/core``, another version, would be imported in place of the wheel's.  ``megatron.training`` and the like of a
-checkout stay importable for plug-ins that want them.
+``megatron/core``, another version, would be imported instead of the wheel's.  Other modules of a checkout, such as
+``megatron.training``, stay importable for plug-ins.
 
-megatron-core 0.16.1 asks ``torch.cuda`` for devices, streams and random states in the middle of plain tensor code.  On
-a machine without CUDA the replacements below, each with its reason, answer instead.
-They reach only modules of ``megatron.core``, whose global name ``torch`` is exchanged for a facade when they are
+megatron-core 0.16.1 uses ``torch.cuda`` for devices, streams and random states in the middle of plain tensor code.
+Without CUDA, the replacements below answer instead; each states its reason.
+They apply only to modules of ``megatron.core``, whose global name ``torch`` is replaced by a facade when they are
 imported; the two methods of ``torch.Tensor`` are the exception.
 """
 
@@ -42,11 +42,11 @@ _FACTORIES = (
     *("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint"),
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
 )
-"""Called with device literals (optimizer/clip_grads.py), or with pin_memory, which needs a CUDA context."""
+"""megatron-core calls these with device literals (optimizer/clip_grads.py), or with pin_memory, which needs CUDA."""
 
 
 def of_new_parameters(config: Any) -> dict[str, Any]:
-    """Return dtype and device of the parameters that a TransformerConfig asks for, as tensor factories take them."""
+    """Return the dtype and device of new parameters under a TransformerConfig, as arguments of tensor factories."""
     return {
         "dtype": config.params_dtype,
         "device": CPU if config.use_cpu_initialization else torch.cuda.current_device(),
@@ -54,7 +54,7 @@ def of_new_parameters(config: Any) -> dict[str, Any]:
 
 
 class _NoStream:
-    """A stream or an event on a device that has neither: every method returns at once."""
+    """Stands in for a CUDA stream or event: every method does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -89,7 +89,7 @@ class _TypeName(str):
 
 
 class _Facade(types.ModuleType):
-    """A module whose own attributes come first and whose others are those of ``original``."""
+    """A module with some attributes of its own; all others come from ``original``."""
 
     def __init__(self, original: types.ModuleType, **own: Any) -> None:
         super().__init__(original.__name__)
@@ -118,9 +118,9 @@ def _torch_facade() -> _Facade:
     stream = _NoStream()
     cuda = _Facade(
         torch.cuda,
-        current_device=lambda: CPU,  # is passed on as device= to tensor factories
-        device_count=lambda: 1,  # numbers local ranks
-        get_device_capability=lambda *args: (0, 0),  # is compared to choose a CUDA kernel
+        current_device=lambda: CPU,  # passed to tensor factories as device=
+        device_count=lambda: 1,  # used to number local ranks
+        get_device_capability=lambda *args: (0, 0),  # compared to choose a CUDA kernel
         set_device=lambda device: None,
         synchronize=lambda *args: None,
         empty_cache=lambda: None,
@@ -139,12 +139,12 @@ def _torch_facade() -> _Facade:
 
 
 def _patch_jit(module: types.ModuleType) -> None:
-    """Fuse nothing: torch.compile needs a C++ compiler on a CPU and gains nothing here."""
+    """Disable fusion: torch.compile needs a C++ compiler on a CPU and gains nothing here."""
     module.jit_fuser = module.noop_decorator  # type: ignore[attr-defined]
 
 
 def _patch_random(module: types.ModuleType) -> None:
-    """Take the CPU generator for dropout and for the recomputation of parallel regions."""
+    """Use the CPU generator for dropout and for the recomputation of parallel regions."""
 
     def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
@@ -157,7 +157,7 @@ def _patch_random(module: types.ModuleType) -> None:
 
 
 def _patch_moe_utils(module: types.ModuleType) -> None:
-    """Turn CPU tensors into arrays too: all_to_all needs its split sizes as plain integers."""
+    """Convert CPU tensors to numpy arrays as well: all_to_all needs its split sizes as plain integers."""
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -166,7 +166,7 @@ def _patch_moe_utils(module: types.ModuleType) -> None:
 
 
 def _all_gather(parts: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
-    """Run ``torch.distributed.all_gather`` on tensors whose first dimensions may differ, as those of ``parts`` do."""
+    """Run ``torch.distributed.all_gather`` on tensors whose first dimensions may differ between ranks."""
     longest = max(part.size(0) for part in parts)
     padded = tensor.new_zeros(longest, *tensor.shape[1:])
     padded[: tensor.size(0)] = tensor
@@ -188,7 +188,7 @@ def _reduce_scatter(output: torch.Tensor, parts: list[torch.Tensor], group: Any 
 
 
 def _patch_mappings(module: types.ModuleType) -> None:
-    """Let parts differ in size, as experts cut by tensor parallelism do: gloo refuses that."""
+    """Allow parts of different sizes, which occur with tensor-parallel experts and which gloo rejects."""
     distributed = _Facade(torch.distributed, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
     vars(module)["torch"] = _Facade(module.torch, distributed=distributed)
 
@@ -219,7 +219,7 @@ def _patch_tensor_methods() -> None:
 
 @contextlib.contextmanager
 def _without_wandb() -> Iterator[None]:
-    """Have ``import wandb`` fail unless it is loaded: for type hints of its inference, megatron-core would load it."""
+    """Make ``import wandb`` fail unless it is loaded already: megatron-core imports it only for type hints."""
     if "wandb" in sys.modules:
         yield
         return
@@ -231,8 +231,8 @@ def _without_wandb() -> Iterator[None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """An import hook that takes megatron.core from ``wheel_folder``, and puts ``facade`` into each of its modules as
-    soon as its body has run; without a facade, with CUDA, modules stay as they are.
+    """An import hook that imports megatron.core from ``wheel_folder``, and sets ``facade`` as the ``torch`` of each of
+    its modules after the module's body has run.  With CUDA there is no facade, and modules stay unchanged.
     """
 
     def __init__(self, wheel_folder: Path | None, facade: _Facade | None) -> None:
@@ -255,7 +255,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: types.ModuleType) -> None:
             with warnings.catch_warnings(), _without_wandb():
-                # Each module warns that TransformerEngine and Apex are absent, which is the plan here.
+                # Each module warns that TransformerEngine and Apex are missing, which is intended here.
                 warnings.simplefilter("ignore")
                 run_body(module)
             if module.__dict__.get("torch") is torch:
@@ -278,16 +278,14 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _find_wheel() -> importlib.metadata.Distribution | None:
-    """Return the installed megatron-core; metadata that a checkout keeps beside its sources do not count."""
+    """Return the installed megatron-core; metadata in a source checkout counts only if there is no wheel."""
     found = list(importlib.metadata.distributions(name="megatron-core"))
     wheels = [distribution for distribution in found if distribution.read_text("WHEEL") and _folder(distribution)]
     return next(iter(wheels or found), None)
 
 
 def _folder(distribution: importlib.metadata.Distribution) -> Path | None:
-    """Return ``.../megatron`` of an installed distribution; None for one that is installed as a link to
-    its sources.
-    """
+    """Return ``.../megatron`` of an installed distribution; None for an editable install."""
     folder = Path(str(distribution.locate_file("megatron")))
     return folder if (folder / "core/__init__.py").is_file() else None
 
@@ -295,7 +293,9 @@ def _folder(distribution: importlib.metadata.Distribution) -> Path | None:
 def _version_problem() -> str | None:
     wheel = _find_wheel()
     if wheel is None:
-        return f"megatron-core is not installed; training needs it; pip install megatron-core=={SUPPORTED_VERSION}."
+        return (
+            f"megatron-core is not installed, but training needs it; pip install megatron-core=={SUPPORTED_VERSION}."
+        )
     if wheel.version != SUPPORTED_VERSION:
         return (
             f"megatron-core is {wheel.version}; without CUDA it runs through replacements tested with "
@@ -306,18 +306,19 @@ def _version_problem() -> str | None:
 
 
 def _initialize_vector_math() -> None:
-    """Make this process's first call of MKL's vector functions (sqrt, exp, log, cos, ...) in one thread.
+    """Make this process's first call of MKL's vector functions (sqrt, exp, log, cos, ...) from a single thread.
 
-    MKL detects the processor in that call.  When two threads make it at once, one may compute its part with the least
-    accurate code: errors up to 2e-4, in one process of 30 to 250 with torch 2.13 and MKL 2024.2.
+    MKL detects the processor in that call.  If two threads make it at once, one may compute its part with the least
+    accurate code: errors up to 2e-4, seen in one process of 30 to 250 with torch 2.13 and MKL 2024.2.
     """
     torch.ones(1).sqrt()
 
 
 def _install() -> tuple[bool, str | None]:
-    """Put the hook in place; returns True without CUDA, and what a trainer in this process would stumble over.
+    """Install the import hook.  Return whether CUDA is missing, and the problem a trainer would have in this process.
 
-    Flags and rollouts import this package too, in processes whose SGLang may have imported a megatron-core.
+    The problem is not raised here: flags and rollouts also import this package, in processes where SGLang may already
+    have imported another megatron-core.
     """
     wheel = _find_wheel()
     folder = _folder(wheel) if wheel is not None else None
@@ -339,28 +340,28 @@ def _install() -> tuple[bool, str | None]:
 
 
 def check() -> None:
-    """Raise ConfigError when this process has a megatron-core that slime cannot train with."""
+    """Raise ConfigError if slime cannot train with this process's megatron-core."""
     if _PROBLEM is not None:
         raise ConfigError(_PROBLEM)
 
 
 def mend_missing_transformer_engine() -> None:
-    """Set names that megatron-core 0.16.1 sets only when TransformerEngine imports, and defaults that need it.
+    """Work around names and defaults of megatron-core 0.16.1 that are broken without TransformerEngine.
 
-    The faults show on CPU and CUDA alike; nothing happens when TransformerEngine is installed.
+    The bugs occur on CPU and CUDA alike; with TransformerEngine installed, nothing changes.
     """
     check()
     from megatron.core.tensor_parallel import random as tensor_parallel_random
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
-    # moe_utils.router_gating_linear reads the name whatever was imported: NameError with --moe-router-dtype.
+    # moe_utils.router_gating_linear reads the name even if its import failed: NameError with --moe-router-dtype.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    # multi_latent_attention believes in TransformerEngine although its classes are mocks: isinstance() TypeError.
+    # multi_latent_attention assumes TransformerEngine although its classes are mocks: isinstance() TypeError.
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
-    # CheckpointWithoutOutput takes its default, False, for "fp8 is asked for" (it compares with None), and then wants
+    # CheckpointWithoutOutput treats its default, False, as a request for fp8 (it compares with None), and then reads
     # TransformerEngine's fp8 state: NameError with --recompute-modules layernorm or moe_act.
     if not hasattr(tensor_parallel_random, "FP8GlobalStateManager"):
         tensor_parallel_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)

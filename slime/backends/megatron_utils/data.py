@@ -1,7 +1,7 @@
-"""One rank's train data to packed micro-batches on its device.
+"""Turns one rank's train data into packed micro-batches on its device.
 
-``slime.train_data`` decides who trains on what and how sequences are packed; here the parallel sizes come from
-``mpu`` and the tensors go to the accelerator.
+``slime.train_data`` decides which rank trains on which samples and how sequences are packed; this module takes the
+parallel sizes from ``mpu`` and moves the tensors to the accelerator.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PER_TOKEN_COLUMNS = frozenset(
     for name, column in COLUMNS.items()
     if column.span == "response" and column.dtype is not None and column.dtype.is_floating_point
 )
-"""Columns with one float per response token; they arrive whole and are cut for context parallelism here."""
+"""Columns with one float per response token.  They arrive whole and are sliced for context parallelism here."""
 
 
 def current_device() -> torch.device:
@@ -38,7 +38,7 @@ def current_device() -> torch.device:
 
 
 def sum_over_ranks(counts: Tensor) -> Tensor:
-    """Return the sum of all ranks' ``counts``, written over this rank's.  Collective over the whole trainer."""
+    """Sum ``counts`` over all ranks, in place, and return it.  Collective over all ranks of the trainer."""
     for group in (
         mpu.get_data_parallel_group(with_context_parallel=True),
         mpu.get_tensor_model_parallel_group(),
@@ -49,13 +49,15 @@ def sum_over_ranks(counts: Tensor) -> Tensor:
 
 
 def prepare_rollout_data(batch: RankBatch, vocab_size: int | None = None) -> DeviceBatch:
-    """Return the columns as the trainer's hooks see them: tensors on the device, per-token floats local to the rank.
+    """Return the columns as the trainer's hooks see them: tensors on the device, per-token floats local to the
+    context-parallel rank.
 
     Args:
-        vocab_size: rows of the embedding; a token beyond them is refused here, for a GPU would end without its name.
+        vocab_size: rows of the embedding.  Larger token ids are rejected here, because the failing CUDA kernel would
+            not name the token.  None skips the check.
 
     Raises:
-        DataError: the model does not have a token.
+        DataError: a token id is outside the model's vocabulary.
     """
     data = DeviceBatch(batch.to_dict())
     device = current_device()
@@ -86,7 +88,7 @@ def _check_tokens(tokens_N: list[torch.Tensor], vocab_size: int, batch: RankBatc
 
 
 class DataIterator:
-    """An iterator over a rank's samples, micro-batch by micro-batch, through all steps of the rollout.
+    """Iterates over the micro-batches of one rank, through all steps of the rollout.
 
     Invariant: every sample belongs to exactly one micro-batch.
     """
@@ -96,14 +98,14 @@ class DataIterator:
         self.micro_batch_indices = [list(indices) for indices in micro_batch_indices]
         self.reset()
         self.attach: Callable[[PackedSeqParams, int, Sequence[int]], None] | None = None
-        """Callback that learns how a micro-batch is packed: from its number and its samples' lengths."""
+        """Callback for each packed micro-batch: its packing, its number, and the lengths of its samples."""
         self.kept: dict[int, dict[str, list[Tensor]]] | None = None
-        """Micro-batch -> name -> [r] of each of its samples, of the pass that trains; None: nothing is kept."""
+        """Micro-batch number -> name -> [r] per sample, values kept from the training pass.  None keeps nothing."""
         self.loss_terms: Sequence[LossTerm] = ()
-        """What guides add to the policy loss."""
+        """Terms that guides add to the policy loss."""
 
     def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
-        """Return the named columns of the next micro-batch; None for a column that the data do not have."""
+        """Return the named columns of the next micro-batch; missing columns are None."""
         indices = self.micro_batch_indices[self.offset]
         self.offset += 1
         return take_micro_batch(self.rollout_data, indices, keys)
@@ -117,7 +119,7 @@ _SCHEDULE = ("micro_batch_indices", "num_microbatches", "global_batch_sizes")
 
 
 def sample_columns(rollout_data: Mapping[str, Any]) -> list[str]:
-    """Return the columns with one entry per sample of this rank, those that a user added included."""
+    """Return the names of the columns with one entry per sample of this rank, including user-defined ones."""
     num_samples = len(rollout_data["tokens"])
     of_batch = {name for name, column in COLUMNS.items() if column.scope == "batch"}
     return [
@@ -131,7 +133,7 @@ def sample_columns(rollout_data: Mapping[str, Any]) -> list[str]:
 
 
 def get_data_iterator(rollout_data: Mapping[str, Any], num_chunks: int) -> list[DataIterator]:
-    """Return one iterator for each of this rank's model chunks: every virtual stage walks all micro-batches."""
+    """Return one iterator per model chunk of this rank: every virtual stage visits all micro-batches."""
     return [DataIterator(rollout_data, rollout_data["micro_batch_indices"]) for _ in range(num_chunks)]
 
 
@@ -139,7 +141,8 @@ def get_batch(data_iterator: DataIterator, keys: Sequence[str], packing: Packing
     """Pack the next micro-batch.
 
     Returns:
-        the columns, and ``tokens`` [1, T], ``unconcat_tokens``, ``packed_seq_params``, ``full_loss_masks`` [1, T].
+        the columns ``keys`` and these: packed ``tokens`` [1, T], ``unconcat_tokens`` ([L] per sample),
+        ``total_lengths``, ``response_lengths``, ``loss_masks``, ``packed_seq_params``, ``full_loss_masks`` [1, T].
     """
     batch = data_iterator.get_next(["tokens", "total_lengths", "response_lengths", "loss_masks", *keys])
     batch["unconcat_tokens"] = batch["tokens"]
@@ -166,7 +169,7 @@ def get_batch(data_iterator: DataIterator, keys: Sequence[str], packing: Packing
 
 
 def packed_lengths(data_iterator: DataIterator, num_microbatches: int, packing: PackingConfig) -> list[int]:
-    """Return T of each of the next micro-batches of :func:`get_batch`; the iterator does not advance."""
+    """Return the packed lengths T of the next micro-batches, without advancing the iterator."""
     total_lengths = data_iterator.rollout_data["total_lengths"]
     start = data_iterator.offset
     return [
@@ -176,10 +179,10 @@ def packed_lengths(data_iterator: DataIterator, num_microbatches: int, packing: 
 
 
 def forward_arguments(model: torch.nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments of the model's forward for a batch of :func:`get_batch`.
+    """Return the keyword arguments of the model's forward for a batch of :func:`get_batch`.
 
     Raises:
-        DataError: samples have multimodal inputs, and nothing in the model takes them.
+        DataError: samples have multimodal inputs, but no transform of the model takes them.
     """
     given = (transform.arguments(batch) for transform in transforms_of(model))
     taken = [arguments for arguments in given if arguments is not None]

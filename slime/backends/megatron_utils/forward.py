@@ -1,11 +1,10 @@
-"""Passes of a rank's micro-batches through the model: of the training step, and forward only for log-probs,
-entropies and values; and the decision whether the old log-probs need such a pass.
+"""Runs a rank's micro-batches through the model: for a training step, or forward only for log-probs, entropies and
+values.  Also decides whether the old log-probs need a forward pass.
 
-Micro-batches are packed to different lengths.  megatron-core lets each stage of a pipeline send its neighbour the
-shape of what is coming, with a wait for the device on both sides; with two stages and virtual ones in each, where both
-neighbours are the same rank, those messages pair up wrongly.  Here every stage knows the lengths of all micro-batches,
-because all stages hold the same samples, and the order in which they arrive follows from the schedule; so nothing is
-sent but the tensors.
+Micro-batches are packed to different lengths.  In megatron-core each pipeline stage sends its neighbor the shape of
+the next tensor, which synchronizes both devices; with two stages and virtual stages in each, both neighbors are the
+same rank and those messages pair up wrongly.  Here only the tensors are sent: all stages hold the same samples, so
+every stage knows the lengths of all micro-batches, and the schedule gives the order in which they arrive.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _TOP_P_KEYS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
 
 
 def run_model(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Compute the logits of a packed batch, in the model's own precision: the softmax is computed in fp32 anyway."""
+    """Compute the logits of a packed batch in the model's precision: the softmax is computed in fp32 anyway."""
     arguments = forward_arguments(model, batch)
     inner: Any = model
     while inner is not None and not isinstance(inner, Float16Module):
@@ -61,15 +60,16 @@ def forward_only(
     num_microbatches: Sequence[int],
     store_prefix: str = "",
 ) -> dict[str, list[Tensor]]:
-    """Run the model over all micro-batches of all steps and read something off its logits.
+    """Run the model over all micro-batches of all steps, and apply ``read`` to the logits of each.
 
     Args:
-        model: this rank's chunks; in evaluation mode for the pass.
-        data_iterator: one for each chunk; restarted.
-        store_prefix: put before the names of what was read (``"ref_"``).
+        model: this rank's chunks; put into evaluation mode for the pass.
+        data_iterator: one per chunk; they are reset.
+        num_microbatches: micro-batches of each step.
+        store_prefix: put before the names that ``read`` returns (``"ref_"``).
 
     Returns:
-        ``{prefix + name: [tensor of each sample]}`` on the last pipeline stage, nothing on the others.
+        ``{prefix + name: [one tensor per sample]}`` on the last pipeline stage, an empty dict on the others.
     """
     was_training = [chunk.training for chunk in model]
     for iterator in data_iterator:
@@ -110,11 +110,11 @@ def _in_sample_order(
 
 
 def needs_old_log_probs(args: Namespace, num_steps: int) -> bool:
-    """Return True when the first forward pass of ``num_steps`` steps gives the old log-probs too late, or others.
+    """Return True if computing the old log-probs takes an extra forward pass before training.
 
-    With the engine's log-probs as the old ones (``--use-rollout-logprobs``) only a comparison with the trainer's needs
-    them, or the entropy that the pass computes as well.  Otherwise the pass is skipped when the forward pass of the
-    only optimizer step gives the same numbers and nothing reads them before that step.
+    With the engine's log-probs as the old ones (``--use-rollout-logprobs``), the pass is needed only to compare them
+    with the trainer's, or for the entropy that it also computes.  Otherwise the pass is skipped if the rollout has
+    one optimizer step, whose forward pass gives the same numbers, and nothing reads them before that step.
     """
     if args.use_rollout_logprobs:
         return args.get_mismatch_metrics or args.use_rollout_entropy or applies_correction(args)
@@ -122,7 +122,7 @@ def needs_old_log_probs(args: Namespace, num_steps: int) -> bool:
 
 
 def readers_of_old_log_probs(args: Namespace, num_steps: int) -> Iterator[str]:
-    """Yield, in words, each reason for an extra forward pass."""
+    """Yield each reason for an extra forward pass, in words."""
     estimator, name = get_estimator(args.advantage_estimator), f"--advantage-estimator {args.advantage_estimator}"
     for is_so, reason in (
         (num_steps != 1, "later steps of a rollout compare with the policy before the first"),
@@ -142,8 +142,8 @@ def readers_of_old_log_probs(args: Namespace, num_steps: int) -> Iterator[str]:
 
 
 ForwardStep = Callable[[DataIterator, torch.nn.Module], tuple[Tensor, Callable[[Tensor], Any]]]
-"""Takes the next micro-batch from the iterator; gives the chunk's output, and what makes a loss (or a reading) of it.
-"""
+"""Takes the next micro-batch from the iterator.  Returns the chunk's output, and the function that turns the output of
+the last stage into a loss or a reading."""
 
 Shape = tuple[int, int, int]
 
@@ -160,12 +160,12 @@ def run_microbatches(
     """Run all micro-batches of a step through this rank's chunks, forward and (unless ``forward_only``) backward.
 
     Args:
-        step: see :data:`ForwardStep`; what it makes of the output counts on the last stage only.
-        data_iterator: one for each chunk, standing at the step's first micro-batch.
-        num_microbatches: of the step, the same on every rank.
+        step: see :data:`ForwardStep`.
+        data_iterator: one per chunk, positioned at the first micro-batch of the step.
+        num_microbatches: micro-batches of the step, the same on every rank.
 
     Returns:
-        what each micro-batch reported, in their order, on the last pipeline stage; nothing elsewhere.
+        one report per micro-batch, in order, on the last pipeline stage; an empty list on other stages.
     """
     options: dict[str, Any] = {}
     communicator: KnownShapes | None = None
@@ -186,7 +186,7 @@ def run_microbatches(
         data_iterator=list(data_iterator),
         model=list(model),
         num_microbatches=num_microbatches,
-        seq_length=1,  # ignored, like the next: KnownShapes gives the shape of each message
+        seq_length=1,  # ignored, as is micro_batch_size: KnownShapes gives the shape of each message
         micro_batch_size=1,
         forward_only=forward_only,
         **options,
@@ -200,9 +200,9 @@ def run_microbatches(
 class KnownShapes(P2PCommunicator):
     """Point-to-point exchange of activations and gradients between pipeline stages that know every shape.
 
-    A message from a neighbour is the output of one of its micro-batches, and messages of one direction arrive in the
-    order in which they were sent, which is the order of the neighbour's schedule.  The same table serves forward and
-    backward: going backward, the chunks are visited in reverse.
+    Each message from a neighbor is the output of one of its micro-batches.  Messages in one direction arrive in the
+    order they were sent, which is the order of the neighbor's schedule.  One table serves both directions: the
+    backward pass visits the chunks in reverse.
 
     Args:
         lengths: packed tokens of each micro-batch of the step on one context-parallel rank.
@@ -213,12 +213,12 @@ class KnownShapes(P2PCommunicator):
         split = config.tensor_model_parallel_size if config.sequence_parallel else 1
         group_size = config.microbatch_group_size_per_vp_stage or pp_group.size()
         table = get_schedule_table(len(lengths), num_chunks, group_size)
-        # A family whose layers hand on more than one hidden state a token says so on its config.
+        # Families whose layers pass on more than one hidden state per token set ``stage_width`` on their config.
         width = vars(config).get("stage_width", config.hidden_size)
         shapes: list[Shape] = [(length // split, 1, width) for length in lengths]
         is_first, is_last = pp_group.rank() == 0, pp_group.rank() == pp_group.size() - 1
-        # The stage before the first is the last one, whose last chunk ends the model and sends nothing on; likewise
-        # going backward, where it is the first stage that has nothing to pass on from its first chunk.
+        # The stages form a ring.  In the forward pass the first stage follows the last one, whose last chunk ends the
+        # model and sends nothing; in the backward pass the first chunk of the first stage sends nothing.
         ends = num_chunks - 1
         self._from_previous = deque(shapes[m] for m, chunk in table if not (is_first and chunk == ends))
         self._from_next = deque(shapes[m] for m, chunk in table if not (is_last and chunk == ends))
@@ -227,22 +227,20 @@ class KnownShapes(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape, Shape]:
-        """Return the shapes that arrive next from the previous and from the next stage; called before every
-        exchange.
-        """
+        """Return the shapes that the previous and the next stage send next; the base class calls it per exchange."""
         nothing: Shape = (0, 0, 0)
         previous = self._from_previous.popleft() if recv_prev else nothing
         return previous, self._from_next.popleft() if recv_next else nothing
 
     def _communicate(self, **arguments: Any) -> tuple[Tensor | None, Tensor | None, Any]:
-        """Exchange with the neighbours once; returns what arrived and, when not waited for, the requests by name."""
+        """Exchange with the neighbors once.  Return the received tensors, and any requests still pending, by name."""
         previous, following, requests = super()._communicate(**arguments)
         if requests:
             self._last_sent |= {name: request for name, request in requests.items() if name.startswith("send")}
         return previous, following, requests
 
     def finish(self) -> None:
-        """Wait for what was sent last, which the schedules leave to itself; gloo drops a message with its request."""
+        """Wait for the last sends, which the schedules do not: gloo drops a message whose request is collected."""
         for request in self._last_sent.values():
             if not request.is_completed():
                 request.wait()
@@ -251,7 +249,7 @@ class KnownShapes(P2PCommunicator):
 
 
 def _process_groups() -> ProcessGroupCollection:
-    """Return the groups that the schedules and the end of a backward pass use."""
+    """Return the process groups that the schedules and the finalization of gradients use."""
     groups: Any = ProcessGroupCollection()
     groups.tp = mpu.get_tensor_model_parallel_group()
     groups.cp = mpu.get_context_parallel_group()

@@ -1,4 +1,4 @@
-"""Other policies that guide the one in training: the reference, and those of extensions."""
+"""Frozen policies that guide the one in training: the reference, and those that extensions add."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ from slime.backends.megatron_utils.log_probs import Reader, get_log_probs_and_en
 from slime.train_data.device_batch import DeviceBatch
 
 Passes = Callable[[str, Reader, str], dict[str, list[Tensor]]]
-"""Tag of a policy, reader, prefix -> what a pass of that policy over the rollout reads, its names behind the prefix.
+"""(policy tag, reader, prefix) -> columns that the reader reads in a pass of that policy over the rollout.
 
-Empty before the last pipeline stage.
+The prefix is prepended to the column names.  Empty on all but the last pipeline stage.
 """
 LossTerm = Callable[[Mapping[str, Any], Tensor, Sequence[Tensor]], tuple[str, float, list[Tensor]]]
-"""Micro-batch, its logits, [r] log-probs of each sample -> name of the metric, weight in the loss, [r] of each sample.
+"""(micro-batch, its logits, log-probs [r] per sample) -> (metric name, weight in the loss, values [r] per sample).
 
-The log-probs are of the same logits, with their gradient.  Tokens that are not trained may have any number.
+The log-probs are computed from these logits and carry a gradient.  Values of untrained tokens are ignored.
 """
 
 
 class Guide(ABC):
-    """What a policy is trained towards beside the rewards; ``slime.compose`` chooses those of extensions.
+    """A training target besides the rewards; ``slime.compose`` chooses the guides of extensions.
 
-    The policies themselves are ``args.frozen_policies``.
+    ``args.frozen_policies`` lists the policies that extensions' guides read.
     """
 
     token_columns: tuple[str, ...] = ()
-    """Columns that it adds with one number for each response token, which are logged."""
+    """Columns it adds with one number per response token; they are logged."""
     loss_term: LossTerm | None = None
-    """A term of the policy loss."""
+    """An additional term of the policy loss."""
 
     def __init__(self, args: Namespace) -> None:
         self.args = args
 
     @abstractmethod
     def read(self, passes: Passes, data: DeviceBatch) -> None:
-        """Add to ``data`` what its policies say of the rollout; on every rank."""
+        """Add the columns of its policies to ``data``.  Called on every rank."""
 
     def pull(self, data: DeviceBatch, log_probs: Sequence[Tensor] | None) -> None:  # noqa: B027  a guide may do without
-        """Change the advantages of any estimator, before they are whitened; on the last pipeline stage.
+        """Change the advantages, whatever the estimator, before they are whitened.  Called on the last pipeline stage.
 
         Args:
-            log_probs: [r] of each sample under the policy that drew it; constant.
+            log_probs: [r] per sample, without gradient: the engine's with ``--use-rollout-logprobs``, otherwise those
+                that the trainer computed before training.
         """
 
 

@@ -1,4 +1,4 @@
-"""The live model as a Hugging Face folder (``--save-hf``)."""
+"""Exports the live model as a Hugging Face folder (``--save-hf``)."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ def save_hf_model_to_path(
 ) -> None:
     """Write the model under its HF names, in the dtypes of ``--hf-checkpoint``.  Collective; rank 0 writes.
 
-    What ``--hf-checkpoint`` has quantized is quantized here, after the cast to the dtype of its config, as the config
-    says that is copied beside it; its tensors that the trainer does not have (a vision tower, MTP layers) are copied.
+    Tensors that are quantized in ``--hf-checkpoint`` are quantized here too, after a cast to the dtype of its config,
+    which is copied.  Tensors that the trainer does not have (a vision tower, MTP layers) are copied.
 
     Args:
-        model_name: chooses the names; default: the model type of ``--hf-checkpoint``.
-        quantization_config: of the HF config; default: what ``--hf-checkpoint`` says, whose config is copied.
+        model_name: selects the HF names; by default the model type of ``--hf-checkpoint``.
+        quantization_config: of the HF config; by default that of ``--hf-checkpoint``.
+        progress_desc: label of the progress bar.
 
     Raises:
-        ConfigError: ``--hf-checkpoint`` is not a local folder, is the target itself, or is quantized in a way that is
-            not known.
+        ConfigError: ``--hf-checkpoint`` is not a local folder, is the target itself, or is quantized in an unsupported
+            way.
     """
     source = Path(args.hf_checkpoint)
     if not source.is_dir():
@@ -60,7 +61,7 @@ def save_hf_model_to_path(
     form = hf_form(args, model_name or config["model_type"])
     tensors = iter_hf_tensors(form, model, dtype=None)
     if writer is None:
-        for _ in tensors:  # the gathering needs all ranks
+        for _ in tensors:  # gathering is collective
             pass
     else:
         with tqdm(desc=progress_desc, unit="B", unit_scale=True, disable=None) as bar:
@@ -82,7 +83,7 @@ def save_hf_model_to_path(
 def _as_stored(
     tensors: Iterable[tuple[str, torch.Tensor]], quantizer: Quantizer | None, bar: tqdm
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the stored form of each tensor, and advance the progress bar."""
+    """Yield each tensor as it is stored, quantized if needed, and advance the progress bar."""
     for name, tensor in tensors:
         yield from [(name, tensor)] if quantizer is None else quantizer.quantize(name, tensor)
         bar.update(tensor_bytes(tensor))

@@ -1,6 +1,6 @@
-"""Megatron's parallel groups and random states for one rank, from the flags.
+"""Creates Megatron's parallel groups and random states for one rank, from the flags.
 
-The default process group exists already: ``slime.backends.train_worker`` (or the tool's own main) made it.
+``slime.backends.train_worker`` (or the main function of a tool) creates the default process group before.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 def init(args: Namespace) -> None:
-    """Build the parallel groups, seed every generator, share the flags with plug-ins, and call the user's init hook.
+    """Create the parallel groups, seed every generator, share the flags with plug-ins, and call the user's init hook.
 
     Raises:
-        ConfigError: there is no default process group, or the parallel groups that exist have other sizes.
+        ConfigError: there is no default process group, or parallel groups of other sizes exist.
     """
     cpu_platform.check()
     if not dist.is_initialized():
@@ -44,12 +44,12 @@ def init(args: Namespace) -> None:
 
 
 def initialize_parallel_state(args: Namespace) -> None:
-    """Make Megatron's groups over the default group, in the order tensor, context, expert, data, pipeline.
+    """Create Megatron's groups over the default group, in the order tensor, context, expert, data, pipeline.
 
-    Groups that exist already are kept when their sizes are those asked for.
+    Existing groups are kept if their tensor, pipeline and context sizes match the flags.
 
     Raises:
-        ConfigError: the sizes differ from the groups that exist.
+        ConfigError: these sizes differ from the flags.
     """
     sizes = {
         "tensor": args.tensor_model_parallel_size,
@@ -91,8 +91,8 @@ def initialize_parallel_state(args: Namespace) -> None:
 def set_random_seed(seed: int, *, data_parallel_random_init: bool) -> None:
     """Seed Python, numpy, torch and Megatron's tensor-parallel generators.
 
-    Pipeline stages differ by 100 (their layers must not start equal); data-parallel ranks share a seed unless
-    ``data_parallel_random_init`` is set.
+    Pipeline stages use seeds 100 apart, so that their layers do not start equal.  Data-parallel ranks share a seed
+    unless ``data_parallel_random_init`` is set; then their seeds are 10 apart.
     """
     seed = seed + 100 * mpu.get_pipeline_model_parallel_rank()
     if data_parallel_random_init:

@@ -1,7 +1,7 @@
-"""Logits of a packed micro-batch to per-sample log-probs, entropies and values of the response tokens.
+"""Computes per-sample log-probs, entropies and values of response tokens from the logits of a packed micro-batch.
 
-Shapes: T = tokens of the packed micro-batch on this context-parallel rank, R = response tokens among them that some
-logit here predicts, V = vocabulary rows of this tensor-parallel rank.
+Shapes: T = tokens of the packed micro-batch on this context-parallel rank; R = response tokens predicted by logits on
+this rank; V = vocabulary rows of this tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Reader = Callable[..., tuple[Tensor, dict[str, list[Tensor]]]]
 
 
 def vocab_group() -> dist.ProcessGroup | None:
-    """Return the group of ranks that share the vocabulary; None when this rank has all of it."""
+    """Return the group of ranks that shard the vocabulary; None if this rank has all of it."""
     return mpu.get_tensor_model_parallel_group() if mpu.get_tensor_model_parallel_world_size() > 1 else None
 
 
@@ -37,8 +37,8 @@ def response_rows(
         logits: [1, T, ...].
 
     Returns:
-        ``(rows_R, positions_N)``: the rows, on the logits' device; the positions of the predicted tokens in each
-        sample, on the host.
+        ``(rows_R, positions_N)``: indices into T, on the logits' device; per sample, the positions of the predicted
+        tokens in the sample, on the host.
     """
     if has_contiguous_parts(allgather_cp):
         windows = allgather_response_windows(
@@ -55,7 +55,7 @@ def response_rows(
 
 
 def predicted_tokens(tokens_N: Sequence[Tensor], positions_N: Sequence[Tensor]) -> Tensor:
-    """Return [R] tokens at these positions of each sample."""
+    """Return the tokens at these positions of each sample, concatenated: [R]."""
     on_device = torch.cat(list(positions_N)).to(tokens_N[0].device).split([len(position) for position in positions_N])
     return torch.cat([tokens[position] for tokens, position in zip(tokens_N, on_device, strict=True)])
 
@@ -68,7 +68,7 @@ def _by_sample(
     *,
     allgather_cp: bool,
 ) -> dict[str, list[Tensor]]:
-    """Return columns [R] of :func:`response_rows` as [local response tokens] of each sample."""
+    """Split columns [R], in the order of :func:`response_rows`, into [local response tokens] per sample."""
     if has_contiguous_parts(allgather_cp):
         return zigzag_from_contiguous(columns, positions_N, total_lengths, response_lengths)
     counts = [len(position) for position in positions_N]
@@ -76,7 +76,7 @@ def _by_sample(
 
 
 def reader_columns(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a micro-batch as keyword arguments of :func:`get_log_probs_and_entropy` and others."""
+    """Return the columns of a micro-batch that a :data:`Reader` takes as keyword arguments."""
     needed = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
     return needed | {name: batch.get(f"rollout_{name}") for name in ("top_p_token_ids", "top_p_token_offsets")}
 
@@ -94,21 +94,21 @@ def get_log_probs_and_entropy(
     top_p_token_offsets: Sequence[Tensor] | None = None,
     overwrite_logits: bool = False,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Compute the log-prob of every response token under softmax(logits / temperature), and the entropy there.
+    """Compute the log-prob of every response token under softmax(logits / temperature), and optionally the entropy.
 
-    Columns that pad the vocabulary are left out: the engine has no such tokens, and a logit of 0 would still have a
-    probability.
+    Vocabulary padding is left out: the engine has no such tokens, and even a logit of 0 would have a probability.
 
     Args:
         logits: [1, T, V], any floating dtype; the softmax is computed in fp32.
-        with_entropy: also the entropies, with a gradient only when ``entropy_coef`` is not 0.
+        with_entropy: also compute entropies, with a gradient only if ``entropy_coef`` is not 0.
         non_loss_data: ignored; Megatron's schedules pass it.
-        top_p_token_ids: per sample, the token ids the engine kept at each response token, concatenated.
-        top_p_token_offsets: per sample, [response_length + 1] positions in them.
+        top_p_token_ids: per sample, the token ids that the engine's top-p kept at each response token, concatenated.
+        top_p_token_offsets: per sample, [response_length + 1] offsets into ``top_p_token_ids``.
         overwrite_logits: the backward pass may write the gradient over the logits, see ``vocab_parallel_log_probs``.
 
     Returns:
-        an empty tensor, and ``{"log_probs": [...], "entropy": [...]}``: [local response tokens] fp32 per sample.
+        an empty tensor, and ``{"log_probs": [...], "entropy": [...]}``: [local response tokens] fp32 per sample;
+        ``entropy`` only with ``with_entropy``.
     """
     lengths = total_lengths, response_lengths
     rows_R, positions_N = response_rows(logits, *lengths, allgather_cp=args.allgather_cp)
@@ -148,12 +148,12 @@ def _kept_by_top_p(
     shard: int,
     device: torch.device,
 ) -> KeptTokens:
-    """Return the tokens of the engine's nucleus in this vocabulary shard; a token without a record keeps everything.
+    """Return the ids in this vocabulary shard that the engine's top-p kept; a token without a record keeps all ids.
 
     Args:
-        positions: per sample, which of its response tokens this rank has the logits of.
-        token_ids: per sample, the ids of all its nuclei.
-        token_offsets: per sample, where each token's nucleus begins in them.
+        positions: per sample, the response tokens whose logits this rank has.
+        token_ids: per sample, the kept ids of all its response tokens, concatenated.
+        token_offsets: per sample, the offset of each response token's ids in ``token_ids``.
     """
     rows, columns, counts = [], [], []
     first_row = 0
@@ -179,11 +179,12 @@ def get_values(
     response_lengths: Sequence[int],
     **unused: Any,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Return the critic's value before every response token.
+    """Return an empty tensor, and ``{"values": [...]}``: the critic's values before every response token, [local
+    response tokens] fp32 per sample.
 
     Args:
         logits: [1, T, 1], the value head's output.
-        unused: further arguments of :func:`get_log_probs_and_entropy`, which a forward pass passes to either.
+        unused: arguments that only :func:`get_log_probs_and_entropy` reads.
     """
     lengths = total_lengths, response_lengths
     rows_R, positions_N = response_rows(logits, *lengths, allgather_cp=args.allgather_cp)

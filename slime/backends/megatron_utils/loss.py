@@ -1,4 +1,4 @@
-"""The losses: the logits of a packed micro-batch -> what Megatron's schedules minimise.
+"""The losses: from the logits of a packed micro-batch to the scalar that Megatron's schedules minimise.
 
 ``loss_function`` runs the loss of ``--loss-type`` (:data:`LOSSES`) and scales it.  Every loss is called as
 ``f(args, batch, logits, sum_of_sample_mean)`` and returns the reduced loss and a dict of reduced metrics: sums over
@@ -6,7 +6,8 @@ this rank's samples, which ``train_metrics`` adds up and divides.  The formulas 
 
 Plug-ins import the losses, the mismatch corrections and ``compute_advantages_and_returns`` from here.
 
-Shapes: N = samples; r = response tokens of a sample on this context-parallel rank; R = all of them.
+Shapes: N = samples; R = response tokens of a sample; r = those on this context-parallel rank; T = the r of all samples
+concatenated.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 
 class TrainedTokens:
-    """Reads columns of one micro-batch, with 0 in the place of every token that is not trained.
+    """Reads the columns of one micro-batch, with 0 for every token that is not trained.
 
-    What a column has there is undefined: a tool's output has no old log-prob.  It is replaced by selection and not by
-    multiplication, so that a NaN or an infinity among it reaches neither the loss nor the gradient.
+    Column values of untrained tokens are undefined: tool output, for example, has no old log-prob.  They are replaced
+    with ``torch.where`` rather than multiplied by the mask, so NaN and infinity reach neither the loss nor the
+    gradient.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -54,10 +56,10 @@ class TrainedTokens:
         self._is_trained_T = torch.cat(masks) != 0
 
     def only(self, column_N: Sequence[Tensor]) -> list[Tensor]:
-        """Return [r] each, 0 where a token is not trained.
+        """Return the column with untrained tokens set to 0: [r] per sample.
 
         Raises:
-            DataError: an entry does not have one number for each response token of its sample on this rank.
+            DataError: an entry's length is not the number of its sample's response tokens on this rank.
         """
         sizes = [len(values) for values in column_N]
         if sizes != self._sizes:
@@ -65,10 +67,10 @@ class TrainedTokens:
         return list(torch.where(self._is_trained_T, torch.cat(list(column_N)), 0.0).split(sizes))
 
     def required(self, name: str, why: str) -> list[Tensor]:
-        """Return the column ``name``.
+        """Return the column ``name`` as :meth:`only` does.
 
         Raises:
-            DataError: the batch has none; ``why`` begins the message.
+            DataError: the batch does not have it; ``why`` begins the message.
         """
         column_N = self.batch.get(name)
         if column_N is None:
@@ -76,7 +78,7 @@ class TrainedTokens:
         return self.only(column_N)
 
     def whole(self, column_N: Sequence[Tensor]) -> list[Tensor]:
-        """Return [R] each, gathered over context-parallel ranks; differentiable.  Every rank must call."""
+        """Gather whole responses over context-parallel ranks: [R] per sample.  Differentiable, collective."""
         return whole_responses(column_N, self.batch["total_lengths"], self.batch["response_lengths"])
 
 
@@ -87,11 +89,14 @@ _ORIGINS = {
     "values": "They come from the critic: --advantage-estimator ppo.",
     "returns": "They are computed before training: drop --disable-compute-advantages-and-returns.",
 }
-"""The origin of each column, for the message that it is missing."""
+"""Where each column comes from, for the message that it is missing."""
 
 
 def reducer_of(batch: Batch, loss_masks: Sequence[Tensor], *, per_token: bool) -> Reducer:
-    """Return ``reduction.sum_of_sample_means`` over ``loss_masks``, with the denominators of the batch's own masks."""
+    """Return ``reduction.sum_of_sample_means`` over ``loss_masks`` ([R] each).
+
+    The denominators are the batch's ``rollout_mask_sums``, whatever ``loss_masks`` leaves out.
+    """
     return get_sum_of_sample_mean(
         batch["total_lengths"],
         batch["response_lengths"],
@@ -117,16 +122,17 @@ __all__ = [
 
 
 def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
-    """Compute ``pg_loss - entropy_coef * entropy + kl_loss_coef * kl_loss`` of a micro-batch.
+    """Compute ``pg_loss - entropy_coef * entropy + kl_loss_coef * kl_loss`` of a micro-batch, plus guides' loss terms.
 
-    The advantage estimator brings the surrogate (``Estimator.policy_loss``).  Old log-probs are the engine's
-    (``--use-rollout-logprobs``), those recomputed before training, or the present ones without gradient when a single
+    The advantage estimator defines the surrogate (``Estimator.policy_loss``).  The old log-probs are the engine's
+    (``--use-rollout-logprobs``), those recomputed before training, or the current ones without gradient when a single
     step per rollout makes them equal.
 
-    Metrics of the mismatch count every trained token; losses, entropy and KL leave out what the correction rejected.
+    Losses, entropy and KL leave out tokens that the mismatch correction rejected; all other metrics count every
+    trained token.
     """
     tokens = TrainedTokens(batch)
-    # This loss reads nothing else of the logits, which the output layer does not need in its backward pass.
+    # Overwriting is safe: neither this loss nor the output layer's backward pass reads the logits again.
     _, result = get_log_probs_and_entropy(
         logits, args=args, with_entropy=True, **reader_columns(batch), overwrite_logits=True
     )
@@ -202,7 +208,7 @@ def policy_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_s
 def _earlier_log_probs(
     batch: Batch, tokens: TrainedTokens, log_prob_N: list[Tensor], *, takes_engines: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the log-probs of the weights before training, and those that the ratio is taken to."""
+    """Return the log-probs under the weights before training, and the denominator of the ratio: [r] per sample."""
     train_N = batch.get("log_probs")
     train_N = [log_prob.detach() for log_prob in log_prob_N] if train_N is None else tokens.only(train_N)
     if takes_engines:
@@ -211,7 +217,7 @@ def _earlier_log_probs(
 
 
 def value_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
-    """Compute the critic's clipped regression towards the returns."""
+    """Compute the critic's clipped regression loss against the returns."""
     tokens = TrainedTokens(batch)
     _, result = get_values(logits, args=args, **reader_columns(batch))
     loss_T, clipped_T = clipped_value_loss(
@@ -232,7 +238,7 @@ def sft_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_samp
 
 
 def custom_loss_function(args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer) -> LossAndMetrics:
-    """Call the function of ``--custom-loss-function-path``, which sees fp32 logits and the columns as they are."""
+    """Call the function of ``--custom-loss-function-path`` with fp32 logits and unmasked columns."""
     path = args.custom_loss_function_path
     loss, metrics = call_hook("--custom-loss-function-path", path, args, batch, logits.float(), sum_of_sample_mean)
     return loss, {"loss": loss, **metrics}
@@ -244,7 +250,7 @@ LOSSES: dict[str, Callable[..., LossAndMetrics]] = {
     "sft_loss": sft_loss_function,
     "custom_loss": custom_loss_function,
 }
-"""By ``--loss-type``; ``value_loss`` is the critic's.  The same names as in ``slime.flags.algorithm``."""
+"""Loss functions by ``--loss-type``; ``value_loss`` is the critic's.  ``slime.flags.algorithm`` has the same names."""
 
 
 def loss_function(
@@ -259,9 +265,10 @@ def loss_function(
     (``algorithms.reduction.scale_for_megatron``).
 
     Args:
-        step_global_batch_size: rollouts of the step on all ranks.
+        step_global_batch_size: rollouts in the step, over all ranks.
         loss_type: key of :data:`LOSSES`.
-        logits: the model's output, [1, T, V], with the log-probs of its MTP layers when these are trained.
+        logits: the model's output [1, packed tokens, vocabulary shard], with the log-probs of the MTP layers when
+            these are trained.
 
     Returns:
         the scaled loss, Megatron's normaliser (1, or the number of trained tokens with
@@ -277,7 +284,7 @@ def loss_function(
     else:
         loss, metrics = function(args, batch, logits, reducer)
     if not loss.requires_grad and torch.is_grad_enabled():
-        # A rank without response tokens must still run the backward pass, whose collectives wait for every rank.
+        # A rank without response tokens must still run the backward pass: its collectives need every rank.
         loss = loss + 0 * logits.flatten()[0]
     if mtp_log_probs:
         ahead, ahead_metrics = mtp_loss(batch["mtp_inputs"].depths, mtp_log_probs)
@@ -298,15 +305,15 @@ def loss_function(
     return scaled, normaliser, {"names": list(metrics), "values": values}
 
 
-# Corrections of the policy loss for tokens that the engine sampled from other probabilities than the trainer's.
+# Corrections of the policy loss for the mismatch between the engine's sampling probabilities and the trainer's.
 # ``--use-tis`` calls ``vanilla_tis_function``, or the function of ``--custom-tis-function-path``: ``icepop_function``,
 # MIS of examples/train_infer_mismatch_helper, or a user's own.  Formulas: ``slime.algorithms.off_policy``.
 
 
 def applies_correction(args: Namespace) -> bool:
-    """Return True when the correction changes the loss; ``--get-mismatch-metrics`` alone only measures.
+    """Return True if the correction changes the loss; ``--get-mismatch-metrics`` alone only measures.
 
-    ``use_rs`` is no flag but a key of --custom-config-path: rejection without weights (see MIS).
+    ``use_rs`` (rejection without weights, see MIS) is not a flag but a key of --custom-config-path.
     """
     return args.use_tis or vars(args).get("use_rs", False)
 
@@ -319,11 +326,11 @@ def correct_mismatch(
     rollout_log_prob_N: Sequence[Tensor],
     log_prob_N: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    """Run the correction; adds the metric ``ois``, the plain weight ``pi_train / pi_rollout``.
+    """Run the correction, and add the metric ``ois``: the unclipped weight ``pi_train / pi_rollout``.
 
     Returns:
-        the loss of each token; the loss masks [R], 0 for a rejected token; metrics of each token, of rejected ones
-        too.
+        the per-token loss [T]; the loss masks, [R] per sample and 0 for a rejected token; per-token metrics [T],
+        including those of rejected tokens.
     """
     path = args.custom_tis_function_path
     function = vanilla_tis_function if path is None else load_function(path)
@@ -344,7 +351,7 @@ def correct_mismatch(
 
 
 def _token_wise(name: str) -> Callable[..., tuple[Tensor, list[Tensor], dict[str, Tensor]]]:
-    """Return a correction of ``slime.algorithms.off_policy`` by the signature of ``--custom-tis-function-path``."""
+    """Wrap a correction of ``slime.algorithms.off_policy`` in the signature of ``--custom-tis-function-path``."""
 
     def correct(
         args: Namespace,
@@ -364,6 +371,7 @@ def _token_wise(name: str) -> Callable[..., tuple[Tensor, list[Tensor], dict[str
 
 
 vanilla_tis_function = _token_wise("tis")
-"""Weigh each token's loss by its importance weight, cut to ``--tis-clip-low .. --tis-clip`` (TIS)."""
+"""Weight each token's loss by its importance weight, clamped to ``--tis-clip-low .. --tis-clip`` (TIS)."""
 icepop_function = _token_wise("icepop")
-"""Drop tokens whose importance weight is outside ``--tis-clip-low .. --tis-clip`` (IcePop)."""
+"""Weight each token's loss by its importance weight; drop tokens whose weight is outside ``--tis-clip-low ..
+--tis-clip`` (IcePop)."""

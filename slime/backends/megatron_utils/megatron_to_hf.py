@@ -1,8 +1,7 @@
-"""Megatron parameters to Hugging Face tensors: what is pushed to engines and what is exported, quantized where the
-weights of ``--hf-checkpoint`` are.
+"""Converts Megatron parameters to Hugging Face tensors for pushes and exports, and quantizes those that are quantized
+in ``--hf-checkpoint``.
 
-The correspondence of names and layouts is a table per family, ``models``, which ``hf_to_megatron`` reads in the
-other direction.
+Each family has a table of names and layouts (``models``), which ``hf_to_megatron`` reads in the other direction.
 """
 
 from __future__ import annotations
@@ -34,12 +33,13 @@ from slime.weights.stored_tensors import stored_codes
 
 @dataclass(frozen=True)
 class HfForm:
-    """What decides the names and shapes under which a model's weights leave it.
+    """Determines the HF names and shapes of a model's weights.
 
     Attributes:
         model_name: HF architecture or config class, in any spelling: ``Qwen3Config``, ``qwen3``.
-        dims: of the model.
-        folder: ``--hf-checkpoint``, whose copies of a tensor are written too; empty for none.
+        dims: dimensions of the model.
+        folder: ``--hf-checkpoint``; tensors that it stores more than once are converted to as many copies.  Empty for
+            none.
     """
 
     model_name: str
@@ -53,7 +53,7 @@ class HfForm:
 
 
 def hf_form(args: Namespace, model_name: str) -> HfForm:
-    """Return the form in which the model of complete flags leaves it."""
+    """Return the HF form of the model that ``args``, complete flags, describe."""
     return HfForm(model_name, model_dims(args), str(vars(args).get("hf_checkpoint") or ""))
 
 
@@ -65,25 +65,25 @@ def convert_to_hf(
     quantization_config: Mapping[str, Any] | None = None,
     transform_ue8m0: bool = True,
 ) -> list[tuple[str, Tensor]]:
-    """Convert one whole Megatron parameter to its HF tensors, as engines of ``--hf-checkpoint`` hold them.
+    """Convert one whole Megatron parameter to its HF tensors, as engines started from ``--hf-checkpoint`` hold them.
 
     Args:
-        model_name: as :class:`HfForm` has it.
-        name: name in the whole model, layers counted over all pipeline stages; leading ``module.`` are ignored.
-        param: the parameter, gathered over tensor parallelism, in the dtype in which it travels; vocabulary padding is
-            cut off here.
-        quantization_config: of the config of ``--hf-checkpoint``, whose quantized weights are quantized here too;
-            None gives plain tensors.
-        transform_ue8m0: give the scales of FP8 blocks the layout in which an engine's DeepGEMM holds them, on GPUs
-            where it does (Blackwell); False for files.
+        model_name: as in :class:`HfForm`.
+        name: global name, with layers counted over all pipeline stages; leading ``module.`` prefixes are ignored.
+        param: the parameter, gathered over tensor parallelism, in the dtype in which it is sent; vocabulary padding
+            is removed here.
+        quantization_config: from the config of ``--hf-checkpoint``; weights that are quantized there are quantized
+            here too.  None gives plain tensors.
+        transform_ue8m0: lay out the scales of FP8 blocks as the engine's DeepGEMM expects on GPUs with power-of-two
+            scales (Blackwell); False for files.
 
     Returns:
-        HF names and tensors (views where possible), in the order q, k, v and gate, up; nothing for an output layer
-        that is the embedding; embedding and output layer once more for each copy that ``--hf-checkpoint`` has in its
+        HF names and tensors (views where possible), in the order q, k, v and gate, up.  Empty for an output layer tied
+        to the embedding.  Embedding and output layer are repeated for each copy that ``--hf-checkpoint`` has in its
         MTP layers.
 
     Raises:
-        ConfigError: the architecture is not known, or weights cannot be quantized as ``--hf-checkpoint`` is.
+        ConfigError: the architecture is unknown, or weights cannot be quantized like ``--hf-checkpoint``.
         KeyError: the family has no such parameter.
     """
     form = hf_form(args, model_name)
@@ -115,12 +115,12 @@ def checkpoint_quantizer(
     The names in the checkpoint's files decide what is quantized; the config's list of exceptions must agree.
 
     Args:
-        hf_checkpoint: a local folder; without an index its files' headers are read.
-        dtype: in which engines hold unquantized weights.
+        hf_checkpoint: a local folder; without an index, the headers of its files are read.
+        dtype: dtype of unquantized weights in engines.
 
     Raises:
-        ConfigError: the format is not supported, the folder is not local, holds nothing quantized, or contradicts its
-            own config.
+        ConfigError: the format is not supported; the folder is not local, has no quantized weights, or contradicts
+            its config.
     """
     config = read_quantization(quantization_config, scale_dtype=dtype)
     if config is None:
@@ -129,7 +129,7 @@ def checkpoint_quantizer(
     stored = stored_names(folder)
     if not stored:
         raise ConfigError(
-            f"--hf-checkpoint {folder} is quantized, and no folder with safetensors, whose names say what is "
+            f"--hf-checkpoint {folder} is quantized, but it is not a folder with safetensors, whose names say what is "
             "quantized; download it and give the folder's path"
         )
     dtypes = stored_codes(folder)
@@ -144,7 +144,7 @@ def checkpoint_quantizer(
 
 
 _last: tuple[str, Mapping[str, Any], torch.dtype, Quantizer | None] | None = None
-"""The quantizer used last: conversion goes parameter by parameter, and reading a checkpoint's names takes a while."""
+"""The last quantizer used: parameters are converted one at a time, and reading a checkpoint's names is slow."""
 
 
 def quantize_params(
@@ -154,12 +154,12 @@ def quantize_params(
     quantization_config: Mapping[str, Any],
     transform_ue8m0: bool = True,
 ) -> NamedTensors:
-    """Return the HF tensors of one Megatron parameter, quantized where the checkpoint has them so.
+    """Quantize those HF tensors of one Megatron parameter that are quantized in the checkpoint.
 
     Args:
         folder: ``--hf-checkpoint``.
-        converted_named_params: HF names and whole tensors, in the dtype in which they would travel unquantized.
-        transform_ue8m0: lay scales out as DeepGEMM holds them, where the engines' device needs that; not for files.
+        converted_named_params: HF names and whole tensors, in the dtype in which they would be sent unquantized.
+        transform_ue8m0: lay out scales as DeepGEMM expects, if the engines' GPUs need that; False for files.
 
     Raises:
         ConfigError: as :func:`checkpoint_quantizer`, or the checkpoint does not have one of the tensors.
@@ -188,5 +188,5 @@ def quantize_params(
 
 
 def _is_packed_by_engine(block: tuple[int, int], weight: Tensor) -> bool:
-    """Return True when the engine multiplies this matrix with DeepGEMM, which takes aligned matrices only."""
+    """Return True if the engine multiplies this matrix with DeepGEMM, which takes only aligned matrices."""
     return sglang.wants_ue8m0_scales(block) and weight.size(0) % 64 == 0 and weight.size(1) % 128 == 0

@@ -1,7 +1,4 @@
-"""The accelerator's memory: report it, and free what caches hold.
-
-Without CUDA every function here returns at once.  What a sleeping trainer gives back: ``sleep``.
-"""
+"""Reports the accelerator's memory, and frees caches.  A sleeping trainer's memory is in ``sleep``."""
 
 from __future__ import annotations
 
@@ -19,24 +16,21 @@ from slime.utils.distributed_utils import get_gloo_group
 logger = logging.getLogger(__name__)
 
 ENGINE_WORK_BYTES = 6 * 2**30
-"""Of an engine beside ``--sglang-mem-fraction-static``: CUDA graphs, and the activations of a prefill."""
+"""Memory that an engine needs besides ``--sglang-mem-fraction-static``: CUDA graphs and prefill activations."""
 
 
 def sleeps(offload_train: bool) -> bool:
-    """Return True when a trainer gives its memory back while it sleeps: on a CPU there is none to."""
+    """Return True if a trainer frees its memory while it sleeps; on a CPU there is none to free."""
     return offload_train and torch.cuda.is_available()
 
 
 def has_room_for_engines(mem_fraction_static: float) -> bool:
-    """Return True on all ranks when each of their cards has room for engines, asleep now, beside what is on it.
-
-    Collective.
-    """
+    """Return whether the currently sleeping engines fit beside the trainer on the GPU of every rank.  Collective."""
     clear_memory()
     free, total = torch.cuda.mem_get_info()
     room = torch.tensor(free - ENGINE_WORK_BYTES - int(mem_fraction_static * total))
     dist.all_reduce(room, op=dist.ReduceOp.MIN, group=get_gloo_group())
-    logger.info("Beside awake engines and this trainer, awake, %.2f GiB are left.", room.item() / 2**30)
+    logger.info("With the engines and this trainer awake, %.2f GiB would be free.", room.item() / 2**30)
     return room.item() >= 0
 
 
@@ -49,16 +43,17 @@ def clear_memory() -> None:
 
 
 def empty_cache() -> None:
-    """Return the allocator's cached blocks, also those of which another process has mapped a part and let it go."""
+    """Return the allocator's cached blocks to the device, including blocks that another process has unmapped."""
     if torch.cuda.is_available():
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
 
 def freeze_long_lived_objects() -> None:
-    """Take all present objects out of garbage collection: they live as long as the process.
+    """Exclude all current objects from garbage collection: they live as long as the process.
 
-    Half a million of them are modules; without this, the collection before each sleep takes longer than a small step.
+    There are half a million of them, most from imported modules; otherwise the collection before each sleep would take
+    longer than a small step.
     """
     gc.collect()
     gc.freeze()
@@ -80,15 +75,16 @@ def report(moment: str) -> None:
 
 
 def restart_peak() -> None:
-    """Begin to measure the peak of the work that follows."""
+    """Reset the peak that :func:`peak_gib` returns."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
 def peak_gib() -> float:
-    """Return the most that this rank has allocated since :func:`restart_peak`; without an accelerator, ever held.
+    """Return this rank's peak memory in GiB: torch's allocations since :func:`restart_peak`.
 
-    Of what torch allocates, as ``tools/plan.py`` states it: CUDA's context and NCCL come on top.
+    CUDA's context and NCCL are not included, as in ``tools/plan.py``.  Without an accelerator it is the peak resident
+    memory of the process.
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
@@ -97,13 +93,13 @@ def peak_gib() -> float:
 
 @contextmanager
 def naming_flags(size: str) -> Iterator[None]:
-    """Add to an out-of-memory error of the work inside which flags lower what it needs; ``size`` is the first."""
+    """Add a note to out-of-memory errors of the body: which flags lower its memory, first the one in ``size``."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         error.add_note(
             f"Lower {size}, recompute activations (--recompute-granularity full --recompute-method uniform "
-            "--recompute-num-layers 1), or let --fit choose; --plan prints what a step of this command needs. "
-            "From the second step on the optimizer's moments are there too."
+            "--recompute-num-layers 1), or let --fit choose; --plan prints the memory that a step of this command "
+            "needs. From the second step on, the optimizer's moments take memory too."
         )
         raise

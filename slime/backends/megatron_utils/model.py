@@ -1,7 +1,7 @@
-"""Build the model, its optimizer and its schedule.
+"""Builds the model, its optimizer and its scheduler.
 
-Deliberately elsewhere: which layers the model has (``model_provider``), what a checkpoint looks like
-(``checkpoint``), what one step does (``train_step``).
+Elsewhere: the model's layers (``model_provider``), the checkpoint format (``checkpoint``), the optimizer step
+(``train_step``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def build_model(
 
     Args:
         role: ``"critic"`` gets a value head.
-        wrap_with_ddp: gradient buffers and their reduction; without it the model can only run forward.
+        wrap_with_ddp: add gradient buffers and their reduction; without them the model can only run forward.
+        on_accelerator: False keeps the model in host memory.
     """
     provider = get_model_provider(args, role, [make(args) for make in transforms])
     virtual_size = mpu.get_virtual_pipeline_model_parallel_world_size()
@@ -84,7 +85,7 @@ def build_model(
     if wrap_with_ddp:
         ddp_config = ddp_config_from_args(args)
         chunks = [
-            # Only the first chunk's gradients are reduced late enough for buckets to pay off.
+            # Bucketing pays off only for the first chunk, whose gradients are reduced last.
             DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]
@@ -95,7 +96,7 @@ def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
     """Build the distributed optimizer over the model's gradient buffers.
 
     Raises:
-        ConfigError: a parameter that stays in fp32 might stay on the card beside offloaded ones.
+        ConfigError: the optimizer is offloaded only in part, and the model has fp32 parameters.
     """
     config = optimizer_config_from_args(args)
     if args.optimizer_cpu_offload and args.optimizer_offload_fraction < 1:
@@ -103,9 +104,9 @@ def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
         if kept:
             raise ConfigError(
                 f"--optimizer-offload-fraction is {args.optimizer_offload_fraction}, and {kept[0]} stays in fp32, as "
-                "--hf-checkpoint has it; megatron-core steps no fp32 parameter that stays on the card; use 1.0."
+                "--hf-checkpoint has it; megatron-core does not step fp32 parameters that stay on the GPU; use 1.0."
             )
-    # Shards of fp32 parameters are views, which the offloading optimizer takes only as leaves.
+    # Shards of fp32 parameters are views; the offloading optimizer accepts them only as leaf tensors.
     with torch.no_grad() if config.optimizer_cpu_offload else contextlib.nullcontext():
         optimizer = get_megatron_optimizer(
             config,
@@ -120,10 +121,10 @@ def build_optimizer(args: Namespace, model: ModelChunks) -> MegatronOptimizer:
 
 
 def _parameter_groups(config: OptimizerConfig, factors: Mapping[str, float]) -> dict[ParamKey, ParamGroupOverride]:
-    """Return what megatron-core sets apart by default, and the parameters whose learning rates have a factor."""
+    """Return megatron-core's default parameter groups, plus one per learning-rate factor."""
     groups = get_standard_config_overrides(config)
     for pattern, factor in factors.items():
-        # The schedule reads the ends; checkpoints tell groups apart by ``lr_mult``.
+        # The scheduler reads max_lr and min_lr; checkpoints tell groups apart by ``lr_mult``.
         ends = {"max_lr": config.lr * factor, "min_lr": config.min_lr * factor}
         rates: Any = {"lr_mult": factor, **ends}
         groups[ParamKey(name=pattern)] = rates
@@ -131,13 +132,13 @@ def _parameter_groups(config: OptimizerConfig, factors: Mapping[str, float]) -> 
 
 
 def build_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Build the schedule of learning rate and weight decay over the samples trained on.
+    """Build the scheduler of learning rate and weight decay.
 
-    Flags count optimizer steps; the schedule counts samples, so every length is multiplied by the global batch size.
+    Flags count optimizer steps; the scheduler counts samples, so every length is multiplied by the global batch size.
 
     Raises:
-        ConfigError: the warm-up is as long as the whole decay.  Found here when the length of the run, and with it
-            the decay, is only known now (``--num-epoch``); else when the flags are checked.
+        ConfigError: the warm-up is as long as the whole decay.  With ``--num-epoch`` the length of the run, and hence
+            of the decay, is known only here; otherwise the flags are checked earlier.
     """
     unit = args.global_batch_size
     num_samples = args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt
@@ -167,7 +168,7 @@ def build_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerP
 def setup_model_and_optimizer(
     args: Namespace, role: str = "actor", transforms: Sequence[type[ModelTransform]] = ()
 ) -> tuple[ModelChunks, MegatronOptimizer | None, OptimizerParamScheduler | None]:
-    """Build model, optimizer and schedule, freshly initialised; with ``--num-rollout 0`` there is no optimizer."""
+    """Build model, optimizer and scheduler, freshly initialized; with ``--num-rollout 0`` only the model."""
     model = build_model(args, role, transforms)
     if args.num_rollout == 0:
         return model, None, None

@@ -1,4 +1,4 @@
-"""Flags to model: which layers, which head, which parameters stay frozen."""
+"""Builds the model from the flags: its layers, its head, and which parameters are frozen."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 ModelProvider = Callable[..., torch.nn.Module]
 
 _INDEXER = r"self_attention\.(?:(?:wq_b|wk|k_norm|weights_proj)\.|(?:\w+\.)*\w*indexer)"
-"""Parameters of the indexer of sparse attention."""
+"""Pattern of the parameters of sparse attention's indexer."""
 
 
 def get_model_provider(
@@ -41,7 +41,7 @@ def get_model_provider(
     """Return a function that builds this rank's part of the model.
 
     Args:
-        role: "critic" puts a value head where the vocabulary projection is; any other is a language model.
+        role: "critic" replaces the vocabulary projection with a value head; any other role is a language model.
 
     Returns:
         ``provider(pre_process=True, post_process=True, vp_stage=None) -> GPTModel``, whose forward without labels
@@ -63,7 +63,7 @@ def get_model_provider(
             freeze_indexer(model)
         embedding = getattr(model, "embedding", None)
         if args.recompute_granularity is not None and embedding is not None:
-            # A recomputed block has a backward pass only where an input of it needs a gradient.
+            # A recomputed block runs its backward pass only if one of its inputs needs a gradient.
             embedding.register_forward_hook(_needing_gradient)
         for transform in transforms:
             transform.after_build(model)
@@ -86,12 +86,12 @@ def _needing_gradient(module: torch.nn.Module, inputs: tuple[Any, ...], output: 
 def freeze_parameters(
     model: torch.nn.Module, *, only_train: Iterable[str] | None = None, freeze: Iterable[str] | None = None
 ) -> None:
-    """Take parameters out of training by regular expressions over their names."""
+    """Freeze parameters by regular expressions over their names."""
     only_train, freeze = list(only_train or ()), list(freeze or ())
     is_tied = getattr(model, "share_embeddings_and_output_weights", False)
     for name, parameter in model.named_parameters():
         if is_tied and name == "output_layer.weight":
-            name = "embedding.word_embeddings.weight"  # its copy on the last stage: both are trained, or none
+            name = "embedding.word_embeddings.weight"  # this is its copy: both must be trained, or neither
         is_left_out = only_train and not any(re.search(pattern, name) for pattern in only_train)
         if is_left_out or any(re.search(pattern, name) for pattern in freeze):
             parameter.requires_grad_(False)
@@ -100,7 +100,9 @@ def freeze_parameters(
 def check_trained_parameters(
     chunks: Sequence[torch.nn.Module], *, only_train: Sequence[str], freeze: Sequence[str]
 ) -> None:
-    """Warn of patterns of frozen or trained parameters that match none on any rank.  Collective where one is given.
+    """Warn of patterns of frozen or trained parameters that match no parameter on any rank.
+
+    Collective if there are patterns.
 
     Raises:
         ConfigError: the lists leave nothing to train.
@@ -124,10 +126,10 @@ def check_trained_parameters(
 
 
 def freeze_indexer(model: torch.nn.Module) -> None:
-    """Take the indexer of sparse attention out of training.
+    """Freeze the indexer of sparse attention.
 
     Raises:
-        ConfigError: there is attention, but no indexer.
+        ConfigError: the model has attention, but no indexer.
     """
     names = [name for name, _ in model.named_parameters() if ".self_attention." in name]
     if names and not any(re.search(_INDEXER, name) for name in names):
@@ -139,7 +141,7 @@ def freeze_indexer(model: torch.nn.Module) -> None:
 
 
 def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
-    """Return the standard model: megatron-core's GPTModel with the layers of ``--spec``, or ours."""
+    """Return the provider of the standard model: megatron-core's GPTModel with the layers of ``--spec``, or ours."""
     config = transformer_config_from_args(args)
     if role == "critic":
         config = without_mtp(config)
@@ -159,7 +161,7 @@ def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
             pre_process=pre_process,
             post_process=post_process,
             parallel_output=True,
-            # A critic has no vocabulary projection that could share the embedding.
+            # A critic has no vocabulary projection that could share the embedding's weights.
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights and role != "critic",
             position_embedding_type=args.position_embedding_type,
             rotary_percent=args.rotary_percent,
@@ -179,7 +181,7 @@ def _gpt_provider(args: Namespace, role: str) -> ModelProvider:
 
 
 def _custom_provider(args: Namespace, role: str) -> ModelProvider:
-    """Return the user's provider; ``vp_stage`` and ``role`` are passed when its signature has them."""
+    """Return the user's provider; ``vp_stage``, ``role`` and ``args`` are passed if its signature has them."""
     path = args.custom_model_provider_path
     call, function = PluginCall("--custom-model-provider-path", path), load_function(path)
     known = inspect.signature(function).parameters
@@ -198,7 +200,10 @@ def _custom_provider(args: Namespace, role: str) -> ModelProvider:
 def resolve_spec(
     source: Any, args: Namespace, config: TransformerConfig, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return the layer spec for one pipeline stage; a function is called as (args, config, vp_stage)."""
+    """Return the layer spec of one pipeline stage.
+
+    A function is called with (config), (args, config) or (args, config, vp_stage), by its number of parameters.
+    """
     if isinstance(source, (ModuleSpec, TransformerBlockSubmodules)):
         return source
     try:

@@ -1,4 +1,4 @@
-"""What an extension may do with a model and its optimizer."""
+"""The interface through which extensions change a model and its optimizer."""
 
 from __future__ import annotations
 
@@ -14,61 +14,67 @@ from torch import Tensor
 
 
 class ModelTransform:
-    """A change of a model or its optimizer after they are built; ``slime.compose`` chooses which ones a run has.
+    """Changes a model or its optimizer after they are built; ``slime.compose`` chooses the transforms of a run.
 
-    A transform may set attributes of a parameter:
+    A transform may set these attributes on a parameter:
 
-        served                   function (shard, host_weights) -> tensor: what exports and pushes take in place of
-                                 its numbers
-        has_no_data              True: the numbers are in buffers, and the parameter has no memory
-        is_constant_when_frozen  True: while it is frozen, engines that have it get it no more
+        served                   function (shard, host_weights) -> tensor that exports and pushes use in place of the
+                                 parameter's value
+        has_no_data              True: the values are in buffers, and the parameter has no memory
+        is_constant_when_frozen  True: while it is frozen, it is pushed only to engines that do not have it yet
     """
 
     def __init__(self, args: Namespace) -> None:
         self.args = args
 
     def after_build(self, chunk: torch.nn.Module) -> None:
-        """Change a chunk, which is bare and has random weights."""
+        """Change a freshly built chunk: not wrapped, randomly initialized."""
 
     def after_optimizer(self, optimizer: MegatronOptimizer) -> None:
-        """Change the optimizer, which was just built over the changed chunks."""
+        """Change the optimizer, freshly built over the changed chunks."""
 
     def arguments(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return what the model's forward takes of the ``multimodal_train_inputs`` of a micro-batch; None: nothing."""
+        """Return arguments of the model's forward from a micro-batch's ``multimodal_train_inputs``.
+
+        None if this transform does not read them.
+        """
         return None
 
 
 class AddedParameters(ModelTransform, ABC):
-    """A transform that freezes the model and adds parameters, which alone are trained, saved and kept by policy."""
+    """A transform that freezes the model and adds parameters.
+
+    Only the added parameters are trained, saved, and kept separately for each policy.
+    """
 
     claim: str
-    """What trains, for messages: "--flag VALUE trains ..."."""
+    """What is trained, for messages: "--flag VALUE trains ..."."""
 
     @abstractmethod
     def owns(self, name: str) -> bool:
-        """Return True for the name of a parameter that was added."""
+        """Return True if ``name`` is an added parameter."""
 
     @abstractmethod
     def named_parameters(self, chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters that were added to a chunk."""
+        """Yield the names and tensors of the parameters added to a chunk."""
 
     @abstractmethod
     def silence(self, copies: Mapping[str, Tensor]) -> None:
-        """Let the parameters of a host copy add nothing to the model."""
+        """Change the added parameters in a host copy so that they contribute nothing to the model."""
 
     # Checkpoints; all of these are collective.
 
     @abstractmethod
     def load_frozen(self, model: list[torch.nn.Module]) -> None:
-        """Load the model under the parameters."""
+        """Load the frozen model."""
 
     @abstractmethod
     def load_first(self, model: list[torch.nn.Module]) -> bool:
-        """Fill the parameters of a run that begins and return True; return False when ``--load`` has them."""
+        """In a new run, initialize the added parameters and return True; return False if ``--load`` has them."""
 
     @abstractmethod
     def state(self, model: Sequence[torch.nn.Module]) -> dict[str, Any]:
-        """Return the sharded state of the parameters."""
+        """Return the sharded state of the added parameters."""
 
     @abstractmethod
     def check_saved(self, saved: Namespace, source: str) -> None:
@@ -79,25 +85,25 @@ class AddedParameters(ModelTransform, ABC):
             source: the flag and the folder, for messages.
 
         Raises:
-            DataError: the same numbers would add something else to the model.
+            DataError: under this run's flags the saved values would have another effect on the model.
         """
 
     @abstractmethod
     def load_state(self, model: Sequence[torch.nn.Module], state: Mapping[str, Tensor]) -> None:
-        """Copy what a checkpoint has for :meth:`state` into the model."""
+        """Copy the loaded :meth:`state` of a checkpoint into the model."""
 
     @abstractmethod
     def after_save(self, model: Sequence[torch.nn.Module], rollout_id: int) -> None:
-        """Write what belongs beside a checkpoint."""
+        """Write additional files that accompany a checkpoint."""
 
 
 def added_parameters(model: Sequence[torch.nn.Module]) -> AddedParameters | None:
-    """Return the transform whose parameters are trained; None when the model itself is."""
+    """Return the transform whose parameters are trained; None if the model itself is trained."""
     held = (one for chunk in model for one in transforms_of(chunk) if isinstance(one, AddedParameters))
     return next(held, None)
 
 
 def transforms_of(chunk: torch.nn.Module) -> Sequence[ModelTransform]:
-    """Return the transforms that changed a chunk of the model, which may be wrapped."""
+    """Return the transforms that changed a model chunk, which may be wrapped."""
     transforms: Sequence[ModelTransform] = vars(unwrap_model(chunk)).get("transforms", ())
     return transforms

@@ -1,7 +1,7 @@
-"""This rank's parameters under the names that they have in the whole model.
+"""This rank's parameters under global names.
 
-Layers are counted over all pipeline stages and experts over all expert-parallel ranks, so that a name means the same
-on every rank and in every layout.
+Layers are counted over all pipeline stages and experts over all expert-parallel ranks, so a name means the same
+parameter on every rank and in every parallel layout.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ class Shard:
     name: str
     """Name in the whole model without a prefix; ``{}`` is replaced by the expert's index."""
     tensor: Tensor
-    """The live tensor, or this expert's view of a stacked one; without its numbers while the trainer sleeps."""
+    """The live parameter, or this expert's slice of a stacked one; its values are gone while the trainer sleeps."""
     parameter: Any
-    """The live tensor itself, with its ``main_grad``."""
+    """The live parameter, with its ``main_grad``."""
     split_dim: int | None = None
-    """Dimension that tensor parallelism cuts; None for a tensor that every rank holds whole."""
+    """Dimension that tensor parallelism shards; None if every rank holds the whole tensor."""
     expert_index: int | None = None
-    """Position among the experts of this rank; None for a parameter that is not an expert's."""
+    """Index among the experts of this rank; None for a parameter that does not belong to an expert."""
     is_stacked: bool = False
-    """The live parameter holds all experts of this rank, one after the other in its first dimension."""
+    """The live parameter stacks all experts of this rank in its first dimension."""
 
     @property
     def is_expert(self) -> bool:
         return self.expert_index is not None
 
     def part_of(self, value: Tensor) -> Tensor:
-        """Return this shard's part of a tensor that belongs to the live parameter: a host copy, a gradient."""
+        """Return this shard's part of a tensor shaped like the live parameter: a host copy, a gradient."""
         return value[self.expert_index] if self.is_stacked else value
 
     def value(self, host_weights: Mapping[str, Tensor] | None) -> Tensor:
-        """Return the parameter's numbers, from host copies by :attr:`key` where these are given."""
+        """Return the parameter's values, from host copies (by :attr:`key`) if given."""
         return self.tensor.detach() if host_weights is None else self.part_of(host_weights[self.key])
 
     def global_name(self, num_local_experts: int, expert_rank: int) -> str:
-        """Return the name with the expert's number in the whole model."""
+        """Return the name with the expert's global index."""
         if self.expert_index is None:
             return self.name
         return self.name.format(expert_rank * num_local_experts + self.expert_index)
@@ -71,13 +71,13 @@ def iter_shards(
     """Yield this rank's parameters, and its expert-bias buffers, under global names.
 
     Args:
-        with_copies: also the last pipeline stage's copy of a tied embedding, as ``output_layer.weight``.
-        added: the parameters that a transform added instead of all others.
+        with_copies: include the last pipeline stage's copy of a tied embedding, ``output_layer.weight``.
+        added: yield the parameters that a transform added, instead of all others.
     """
     transform = added_parameters(model)
     for chunk_index, chunk in enumerate(model):
         inner = unwrap_model(chunk)
-        # What this stage calls layer i is layer ``layer_number - 1`` of the model.
+        # Layer i of this stage is layer ``layer_number - 1`` of the model.
         decoder = getattr(inner, "decoder", None)
         layers = [layer.layer_number - 1 for layer in decoder.layers] if decoder is not None else []
         shares_embedding = getattr(inner, "share_embeddings_and_output_weights", False)
@@ -95,19 +95,19 @@ def iter_shards(
 
 
 def constant_parameters(model: Sequence[torch.nn.Module]) -> frozenset[str]:
-    """Return the names (:attr:`Shard.name`) of this rank's parameters that engines need but once."""
+    """Return the names (:attr:`Shard.name`) of this rank's parameters that each engine needs only once."""
     marked = (shard for shard in iter_shards(model) if hasattr(shard.parameter, "is_constant_when_frozen"))
     return frozenset(shard.name for shard in marked if not shard.parameter.requires_grad)
 
 
 def _shards_of(key: str, name: str, tensor: Any) -> Iterator[Shard]:
-    """Yield one shard, or one for each of the experts stacked in ``tensor``."""
+    """Yield one shard, or one per expert stacked in ``tensor``."""
     split_dim = None
     if getattr(tensor, "tensor_model_parallel", False) and getattr(tensor, "parallel_mode", None) != "duplicated":
         split_dim = tensor.partition_dim
     if getattr(tensor, "is_stacked_experts", False):
         held = tensor
-        if not tensor.untyped_storage().nbytes():  # the trainer sleeps, and torch makes no views of it
+        if not tensor.untyped_storage().nbytes():  # the trainer sleeps, and torch cannot make views of it
             held = tensor.detach().new_full((), math.nan).expand(tensor.shape)
         for index in range(tensor.size(0)):
             dim = None if split_dim is None else split_dim - 1
@@ -119,14 +119,14 @@ def _shards_of(key: str, name: str, tensor: Any) -> Iterator[Shard]:
     elif match := _GROUPED_EXPERT.match(name):
         name, expert_index = f"{match[1]}.{match[2]}.{match[3]}{{}}", int(match[4])
     if expert_index is not None and split_dim is not None and ".linear_fc2.weight" in name:
-        split_dim = 1  # megatron-core's experts report dimension 0 here too, but it is the input that is cut
+        split_dim = 1  # megatron-core's experts report dimension 0, but the input dimension is sharded
     yield Shard(key, name, tensor, tensor, split_dim, expert_index)
 
 
 def iter_global_parameters(
     model: Sequence[torch.nn.Module], *, with_copies: bool = False, added: bool = False
 ) -> Iterator[tuple[str, Shard]]:
-    """Yield :func:`iter_shards` with the experts' numbers in the names."""
+    """Yield each shard of :func:`iter_shards` with its global name, which includes the expert's index."""
     shards = list(iter_shards(model, with_copies=with_copies, added=added))
     num_local = 1 + max((shard.expert_index for shard in shards if shard.expert_index is not None), default=-1)
     expert_rank = mpu.get_expert_model_parallel_rank() if num_local else 0
@@ -135,7 +135,7 @@ def iter_global_parameters(
 
 
 def tensor_parallel_group(shard: Shard) -> torch.distributed.ProcessGroup:
-    """Return the ranks over which a shard's parameter is cut: experts have another group."""
+    """Return the group over which a shard's parameter is sharded: experts have another one."""
     return mpu.get_expert_tensor_parallel_group() if shard.is_expert else mpu.get_tensor_model_parallel_group()
 
 
@@ -143,8 +143,8 @@ def tensor_parallel_group(shard: Shard) -> torch.distributed.ProcessGroup:
 def weights_digest(model: Sequence[torch.nn.Module]) -> str:
     """Return a digest of the trained parameters of all ranks, 16 hexadecimal digits.  Collective.
 
-    It can be read in every step: sums of the parameters' 64-bit words over 256 and over 251 columns, taken on their
-    device at the speed of its memory, are digested.  Equal weights in another layout differ in it.
+    It is cheap enough for every step: it digests column sums of the parameters' 64-bit words, in 256 and in 251
+    columns, computed on the device at memory speed.  Equal weights in another parallel layout have another digest.
     """
     weights = [weight for chunk in model for weight in chunk.parameters() if weight.requires_grad and weight.numel()]
     own = digest_tensor(torch.stack([_column_sums(part) for part in _joined(weights)]).cpu()) if weights else 0
@@ -154,11 +154,11 @@ def weights_digest(model: Sequence[torch.nn.Module]) -> str:
 
 
 _COLUMNS = (256, 251)
-"""Without a common divisor: words that change places within a column of one do not in the other."""
+"""Coprime, so that words swapped within a column of one layout are in different columns of the other."""
 
 
 def _joined(weights: Sequence[Tensor], max_bytes: int = 2**26) -> Iterator[Tensor]:
-    """Yield the weights as flat uint8, small ones joined up to ``max_bytes``: a launch for each would take longer."""
+    """Yield the weights as flat uint8, small ones concatenated up to ``max_bytes`` to save kernel launches."""
     held, num_bytes = list[Tensor](), 0
     for weight in weights:
         flat = weight.detach().contiguous().view(-1).view(torch.uint8)
@@ -171,7 +171,7 @@ def _joined(weights: Sequence[Tensor], max_bytes: int = 2**26) -> Iterator[Tenso
 
 
 def _column_sums(flat: Tensor) -> Tensor:
-    """Return [256 + 251] int64: the sums by column of the 64-bit words of flat uint8, which wrap."""
+    """Return [256 + 251] int64: the wrapping column sums of the 64-bit words of flat uint8."""
     if flat.storage_offset() % WORD_BYTES:
         flat = flat.clone()
     words = flat[: flat.numel() // WORD_BYTES * WORD_BYTES].view(torch.int64)

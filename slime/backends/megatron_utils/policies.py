@@ -1,13 +1,13 @@
-"""The policies that a run keeps beside the one in training, and the moments when one becomes another.
+"""The policies that a run keeps besides the one in training, and when one is copied to another.
 
-    ref            --ref-load (the actor without added parameters); the actor every --ref-update-interval rollouts,
-                   in a run that goes on that of its checkpoint
-    those of args.frozen_policies, which extensions ask for; they never change
+    ref            --ref-load, or with added parameters the model without them; replaced by the actor every
+                   --ref-update-interval rollouts, and restored from the checkpoint of that rollout in a resumed run
+    args.frozen_policies  those that extensions request; they never change
     rollout_actor  --keep-old-actor: the weights of the last push
-    old_actor      --keep-old-actor: the weights that drew the rollout in training
+    old_actor      --keep-old-actor: the weights that generated the rollout in training
 
-Each is kept on the host by a :class:`ModelSwitch` and copied into the model for the passes that need it.  Where a
-transform added parameters, these alone are kept and copied: in the reference they add nothing.
+A :class:`ModelSwitch` keeps each of them on the host and copies it into the model for the passes that need it.  If a
+transform added parameters, only these are kept and copied; in the reference they contribute nothing.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ logger = logging.getLogger(__name__)
 
 
 class Policies:
-    """The sets of weights of an actor, and the moments when one becomes another."""
+    """The sets of weights of an actor: loads them, and copies one to another after training and after pushes."""
 
     def __init__(self, args: Namespace, model: list[torch.nn.Module], weights: ModelSwitch) -> None:
         self._args, self._model, self._weights = args, model, weights
 
     def load(self, *, with_ref: bool, is_from_load: bool, iteration: int) -> None:
-        """Load the frozen policies; the model holds the actor afterwards, as before.
+        """Load the frozen policies.  The model holds the actor before and after.
 
         Args:
             is_from_load: the actor has the weights of ``--load``.
-            iteration: the rollout after which the actor had its weights; without meaning where a run begins.
+            iteration: the rollout after which the actor's weights were saved; meaningless in a new run.
         """
         args, weights = self._args, self._weights
         others = list(args.frozen_policies)
@@ -93,11 +93,11 @@ class Policies:
         return updated if updated >= self._args.num_critic_only_steps else None
 
     def _checkpoint_of(self, updated: int | None, is_from_load: bool) -> str | None:
-        """Return the folder of this run's checkpoint of rollout ``updated``; warns where it is gone."""
+        """Return the folder of this run's checkpoint of rollout ``updated``; warn and return None if it is gone."""
         if updated is None:
             return None
         args = self._args
-        # A run that begins finds the rollouts of another in --load; before a rollout is trained, --save has another's.
+        # With --finetune, --load holds rollouts of another run.  Until a rollout is trained, so may --save.
         begun = None if args.finetune else args.load
         roots = (begun, args.earlier_load) if is_from_load else (args.save, begun)
         given = [root for root in dict.fromkeys(roots) if root is not None]
@@ -115,12 +115,12 @@ class Policies:
         return None
 
     def record_trained(self, rollout_id: int) -> None:
-        """Bring the host copies up to date with the weights just trained, which are in the model."""
+        """Update the host copies after training, while the model holds the new weights."""
         args, weights = self._args, self._weights
         if "actor" in weights.tags:
             weights.backup("actor")
         if args.keep_old_actor:
-            # The next rollout was drawn by the weights before the push that may follow now.
+            # The next rollout was generated with the weights of the last push, before the one that may follow now.
             weights.copy("rollout_actor", "old_actor")
         interval = args.ref_update_interval
         if interval is not None and "ref" in weights.tags and (rollout_id + 1) % interval == 0:
@@ -129,7 +129,7 @@ class Policies:
             logger.info("The reference model is now the actor of rollout %d.", rollout_id)
 
     def record_pushed(self) -> None:
-        """Keep the actor's weights as those of the engines."""
+        """Record that the engines have the actor's weights."""
         if self._args.keep_old_actor:
             self._weights.copy("actor", "rollout_actor")
 
@@ -137,11 +137,11 @@ class Policies:
 class ModelSwitch:
     """Host copies of a model's parameters and buffers, by tag.
 
-    Only one set is in the model at a time; ``switch_to`` copies another in place, so that buffers, optimizer shards
-    and the schedules' references stay what they are.
+    The model holds one set at a time.  ``switch_to`` copies another set into the same tensors, so references held by
+    buffers, optimizer shards and schedules stay valid.
 
-    Invariant: ``active`` names the set that is in the model; the host copy under that tag may be older, from
-    ``record_changed`` until ``backup`` is called.
+    Invariant: ``active`` is the tag of the set in the model.  Its host copy may be older, from ``record_changed``
+    until ``backup``.
     """
 
     def __init__(self, model: Sequence[torch.nn.Module], active: str = "actor") -> None:
@@ -151,10 +151,10 @@ class ModelSwitch:
         self._frozen: dict[str, Tensor] = {}
         self.active = active
         self._is_current = False
-        """The host copy under ``active``, if any, has what is in the model."""
+        """The host copy under ``active``, if any, equals the model."""
 
     def _live(self, *, frozen: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield what differs between the sets of weights, or with ``frozen`` what all of them share."""
+        """Yield the live tensors that differ between the sets of weights, or with ``frozen`` those that all share."""
         for index, chunk in enumerate(self._model):
             inner = unwrap_model(chunk)
             for name, tensor in (*inner.named_parameters(), *inner.named_buffers()):
@@ -178,7 +178,7 @@ class ModelSwitch:
         return self._frozen | self._host[tag]
 
     def current_copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Return live tensors with the host copies that have just their values; none, where that is not known."""
+        """Return pairs of live tensors and equal host copies; empty if the copies may be out of date."""
         if not self._is_current or self.active not in self._host:
             return []
         copies = self.get(self.active)
@@ -186,24 +186,24 @@ class ModelSwitch:
         return [(tensor, copies[name]) for name, tensor in live if name in copies]
 
     def record_changed(self) -> None:
-        """Record that the model is ahead of its host copy now."""
+        """Record that the model is newer than its host copy."""
         self._is_current = False
 
     @torch.no_grad()
     def backup(self, tag: str) -> None:
-        """Copy what is in the model to the host, under ``tag``."""
+        """Copy the model's tensors to the host, under ``tag``."""
         _copy_to_host(dict(self._live()), self._host.setdefault(tag, {}))
         if tag == self.active:
             self._is_current = True
 
     @torch.no_grad()
     def backup_frozen(self) -> None:
-        """Copy what all sets of weights share to the host, once."""
+        """Copy the tensors that all sets of weights share to the host."""
         _copy_to_host(dict(self._live(frozen=True)), self._frozen)
 
     @torch.no_grad()
     def switch_to(self, tag: str) -> None:
-        """Put ``tag`` into the model; does nothing when it is there already."""
+        """Copy the set ``tag`` into the model, unless the model holds it already."""
         if tag == self.active:
             return
         copies = self.get(tag)
@@ -213,11 +213,11 @@ class ModelSwitch:
         self.active, self._is_current = tag, True
 
     def copy(self, source: str, target: str) -> None:
-        """Make ``target`` equal ``source``, both on the host."""
+        """Copy the host copy ``source`` to ``target``."""
         _copy_to_host(self._host[source], self._host.setdefault(target, {}))
 
     def copy_silenced(self, source: str, target: str) -> None:
-        """Make ``target`` the model of ``source`` to which the transform's parameters add nothing."""
+        """Copy ``source`` to ``target``, with added parameters that contribute nothing to the model."""
         self.copy(source, target)
         assert self._added is not None
         self._added.silence(self._host[target])

@@ -1,12 +1,12 @@
-"""Process groups whose communicators can be given back while the trainer sleeps.
+"""Process groups whose communicators can be released while the trainer sleeps.
 
-A NCCL communicator keeps 0.5 GiB and more on the card, and only goes with its process group; but megatron-core, the
-model, the gradient buffers and the optimizer all hold the group objects that they were given.  So they are given
-stand-ins: :class:`ReloadableProcessGroup` forwards every call to an inner group, which it replaces.
+A NCCL communicator holds 0.5 GiB or more of GPU memory until its process group is destroyed, but megatron-core, the
+model, the gradient buffers and the optimizer all keep references to their groups.  They therefore get proxies:
+:class:`ReloadableProcessGroup` forwards every call to an inner group, which it can replace.
 
     make_groups_reloadable()          # after the parallel groups exist, before a model holds any
     ...
-    release_communicators()           # nothing may be under way; each group's next call makes a new communicator
+    release_communicators()           # no operation may be in flight; the next call of a group connects again
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NOT_PASSED_ON = {"BackendType", "boxed", "unbox", "rank", "size", *dist.Process
 
 
 class ReloadableProcessGroup(dist.ProcessGroup):
-    """A process group that replaces ``original`` in torch's tables and wherever it is kept.
+    """A process group that replaces ``original`` in torch's tables.
 
-    Its own calls work as before.  Only what insists on the exact class must be given :attr:`inner` instead:
-    ``torch.distributed.batch_isend_irecv`` groups its messages into one NCCL operation for nothing else.
+    It supports all calls of a process group.  Callees that check for the exact class need :attr:`inner` instead: only
+    for that class does ``torch.distributed.batch_isend_irecv`` batch its messages into one NCCL operation.
     """
 
     alive: weakref.WeakSet[ReloadableProcessGroup] = weakref.WeakSet()
@@ -39,7 +39,7 @@ class ReloadableProcessGroup(dist.ProcessGroup):
     def __init__(self, original: dist.ProcessGroup) -> None:
         super().__init__(original.rank(), original.size())  # type: ignore[call-arg]  # an overload without a stub
         self.inner: dist.ProcessGroup = original
-        """The group that does the work now."""
+        """The group that currently runs the operations."""
         self._ranks = c10d._world.pg_group_ranks[original]
         self._name = original.group_name
         self._store = c10d._world.pg_map[original][1]
@@ -62,12 +62,12 @@ class ReloadableProcessGroup(dist.ProcessGroup):
             c10d._update_default_pg(self)
 
     def exchange_inner(self) -> dist.ProcessGroup:
-        """Put a group without communicators in place of the inner one, and return that, to be shut down.
+        """Replace the inner group with one that has no communicators; return the old one, which the caller shuts down.
 
-        Every rank of the group must do so.  With gloo, which connects when a group is made, this waits for them.
+        Collective over the group.  With gloo, which connects when a group is created, this waits for the other ranks.
         """
         old, self._generation = self.inner, self._generation + 1
-        # Keys of another generation: a rank must not find the address of a communicator that is gone.
+        # Each generation has its own keys, so that no rank finds the address of a destroyed communicator.
         store = dist.PrefixStore(f"generation{self._generation}/", self._store)
         self.inner = _like(old, str(dist.get_backend(self)), store, self._name)
         c10d._world.pg_group_ranks[self.inner] = c10d._world.pg_group_ranks.pop(old)
@@ -93,7 +93,7 @@ for _name in dir(dist.ProcessGroup):
 
 
 def _like(group: dist.ProcessGroup, kind: str, store: dist.Store, name: c10d.GroupName) -> dist.ProcessGroup:
-    """Create a group of the same ranks and options that has not communicated yet."""
+    """Create a group with the same ranks and options, without communicators."""
     made = dist.ProcessGroup(store, group.rank(), group.size())
     devices = list(group._device_types)
     old: Any = group._get_backend(devices[0])
@@ -114,12 +114,12 @@ def _like(group: dist.ProcessGroup, kind: str, store: dist.Store, name: c10d.Gro
 
 
 def make_groups_reloadable(backend: str = "nccl") -> int:
-    """Replace the default group and all of megatron-core's groups over ``backend`` by reloadable ones.
+    """Replace the default group and all of megatron-core's groups over ``backend`` with reloadable ones.
 
-    Call it on every rank, before anything has kept a group; a second call does nothing.
+    Call it on every rank, before anything keeps a reference to a group; a second call does nothing.
 
     Returns:
-        the number of groups.
+        the number of groups replaced.
     """
     made: dict[dist.ProcessGroup, ReloadableProcessGroup] = {}
 
@@ -130,7 +130,7 @@ def make_groups_reloadable(backend: str = "nccl") -> int:
         if type(value) is not dist.ProcessGroup:
             return value
         if value in c10d._world.pg_map and dist.get_backend(value) == backend:
-            made[value] = ReloadableProcessGroup(value)  # which takes its place there
+            made[value] = ReloadableProcessGroup(value)  # replaces ``value`` in torch's tables
         return made.get(value, value)
 
     replaced(c10d._get_default_group())
@@ -141,13 +141,13 @@ def make_groups_reloadable(backend: str = "nccl") -> int:
 
 
 def release_communicators(meanwhile: Callable[[], None] | None = None) -> None:
-    """Free the device memory of all reloadable groups' communicators; does nothing without such groups.
+    """Free the device memory of all reloadable groups' communicators; do nothing without such groups.
 
-    Every rank must call it, with no operation in flight on any of the groups.  A communicator takes 15 to 500 ms to
-    end, most of it waiting: all of them end at the same time, on threads.
+    Collective, with no operation in flight on any of the groups.  A communicator takes 15 to 500 ms to shut down, most
+    of it waiting, so threads shut down all of them in parallel.
 
     Args:
-        meanwhile: called once they have begun to end; uses none of the groups.
+        meanwhile: called during the shutdown; must not use any of the groups.
     """
     groups = sorted(ReloadableProcessGroup.alive, key=lambda group: c10d._world.pg_names.get(group, ""))
     device = None
@@ -157,7 +157,7 @@ def release_communicators(meanwhile: Callable[[], None] | None = None) -> None:
 
     def shut_down(group: dist.ProcessGroup) -> None:
         if device is not None:
-            torch.cuda.set_device(device)  # each thread has its own; another device would get a context
+            torch.cuda.set_device(device)  # per thread; the default device would get a CUDA context
         group.shutdown()
 
     old = [group.exchange_inner() for group in groups]
@@ -170,5 +170,5 @@ def release_communicators(meanwhile: Callable[[], None] | None = None) -> None:
 
 
 def plain_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the group itself, or the one inside a reloadable group: for callees that want the exact class."""
+    """Return the group, or the inner one of a reloadable group, for callees that check for the exact class."""
     return group.inner if isinstance(group, ReloadableProcessGroup) else group

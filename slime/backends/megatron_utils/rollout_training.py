@@ -1,4 +1,4 @@
-"""The training on a rollout, on one rank: log-probs of frozen policies -> advantages -> optimizer steps -> report."""
+"""Training on one rollout, on one rank: log-probs of frozen policies -> advantages -> optimizer steps -> reports."""
 
 from __future__ import annotations
 
@@ -30,18 +30,17 @@ from slime.utils.misc import call_hook
 
 
 class RolloutTraining:
-    """Trains the model of one rank on rollouts; it holds the role's own weights before and after.
+    """Trains the model of one rank on rollouts.  Before and after, the model holds the role's own weights.
 
     Args:
-        args: the run's arguments.
         role: "actor" or "critic".
-        model: the chunks of the model.
-        optimizer: None with ``--num-rollout 0``, like the scheduler.
-        scheduler: of the learning rate.
+        model: the chunks of the model on this rank.
+        optimizer: None with ``--num-rollout 0``.
+        scheduler: learning rate and weight decay; None without an optimizer.
         weights: switches the model between policies.
-        policies: the frozen ones.
-        guides: of the actor, beside the reference.
-        reports: take what is to be logged.
+        policies: the actor's other policies: reference, old actor and those of extensions.
+        reports: the log.
+        guides: the actor's guides other than the reference.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class RolloutTraining:
         self._expert_load = ExpertLoad(model, args.num_layers, args.num_experts) if has_load else None
 
     def begin(self, data: DeviceBatch, iterators: list[DataIterator]) -> None:
-        """Attach the experts to replay and the guides' terms to every micro-batch, where they were asked for."""
+        """Prepare the iterators: guides' loss terms and, with routing replay, the recorded experts."""
         if self._routing is not None:
             self._routing.begin(data)
         for iterator in iterators:
@@ -83,7 +82,11 @@ class RolloutTraining:
     def _train_actor(
         self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
     ) -> dict[str, float]:
-        """Compute log-probs and advantages, then take the optimizer steps of the policy; return metrics."""
+        """Compute log-probs and advantages, then take the optimizer steps of the policy.
+
+        Returns:
+            the metrics of the rollout and the last step on the main rank, an empty dict elsewhere.
+        """
         args = self.args
         if args.compute_advantages_and_returns:
             self._compute_log_probs(rollout_id, data, iterators)
@@ -110,9 +113,9 @@ class RolloutTraining:
         return metrics
 
     def _compute_log_probs(self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator]) -> None:
-        """Add log-probs of the frozen policies and the old policy to ``data``.
+        """Add the log-probs of the frozen policies and of the old policy to ``data``.
 
-        The actor's weights are in the model afterwards.
+        Afterwards the model holds the actor's weights.
         """
 
         def passes(tag: str, read: Reader, prefix: str) -> dict[str, list[Tensor]]:
@@ -132,11 +135,15 @@ class RolloutTraining:
     def _train_critic(
         self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator], external_data: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Compute values and returns, then take the steps of the value loss; returns the values, for the actor."""
+        """Compute values and returns, then take the optimizer steps of the value loss.
+
+        Returns:
+            the values, for the actor, on the last pipeline stage; None elsewhere.
+        """
         data.update(self._forward(rollout_id, get_values, data, iterators, ""))
         compute_advantages_and_returns(self.args, data, ())
         metrics = train_metrics.value_metrics(data)
-        if rollout_id < self.args.num_critic_only_steps:  # the actor, which logs the rollout, does not see this one
+        if rollout_id < self.args.num_critic_only_steps:  # the actor, which logs the other rollouts, does not get it
             metrics |= self._rollout_metrics(data)
         self._reports.rollout(rollout_id, metrics)
         with span("actor_train", rollout=rollout_id):
@@ -153,26 +160,26 @@ class RolloutTraining:
         )
 
     def _record_weights(self, rollout_id: int) -> None:
-        """Give every rank the whole update of the rollout's steps, and record what the weights are."""
+        """Gather the updated weights on every rank, and record their digest."""
         if self.args.overlap_param_gather:
-            for chunk in self.model:  # a rank holds only its own shard's update until the next forward pass
+            for chunk in self.model:  # without this a rank has only its own shard's update until the next forward pass
                 chunk.start_param_sync(force_sync=True)
         self._reports.record_weights(rollout_id, self.model)
 
     def _routed(self, passes: Literal["old_log_probs", "train"]) -> AbstractContextManager[None]:
-        """Replay (or record) the experts of these passes, where that was asked for."""
+        """Replay or record the experts in these passes, with routing replay."""
         return nullcontext() if self._routing is None else self._routing.during(passes)
 
     def _forward(
         self, rollout_id: int, read: Reader, data: DeviceBatch, iterators: list[DataIterator], prefix: str
     ) -> dict[str, list[Tensor]]:
-        """Run a forward pass under the weights in the model."""
+        """Run a forward pass with the weights that the model holds."""
         name = "values" if read is get_values else f"{prefix}log_probs"
         with span(name, rollout=rollout_id):
             return forward_only(read, self.args, self.model, iterators, data.num_microbatches, prefix)
 
     def _log_probs_for_dump(self, data: DeviceBatch, iterators: list[DataIterator]) -> dict[str, Any]:
-        """Return log-probs for the dump alone, where training takes those of its first forward pass."""
+        """Return log-probs that only the dump needs, if training takes them from its own forward pass."""
         counts, args = data.num_microbatches, self.args
         if not needs_old_log_probs(args, len(counts)) or not args.compute_advantages_and_returns:
             with self._routed("train"):
@@ -182,9 +189,9 @@ class RolloutTraining:
     def take_steps(
         self, rollout_id: int, data: DeviceBatch, iterators: list[DataIterator], loss_type: str
     ) -> dict[str, float]:
-        """Take the optimizer steps; returns the metrics of the last one."""
+        """Take the optimizer steps.  Return the metrics of the last one on the main rank, an empty dict elsewhere."""
         if self.optimizer is None or self.scheduler is None:
-            raise ConfigError("--num-rollout is 0, so there is no optimizer, but a rollout to train on")
+            raise ConfigError("--num-rollout is 0, so there is no optimizer, but a rollout was given to train on")
         optimizer = self.optimizer
         last: dict[str, float] = {}
 

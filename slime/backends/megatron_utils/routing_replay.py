@@ -1,13 +1,13 @@
-"""Routing replay on one rank: the experts of a rollout's tokens are chosen once, and again in every later pass.
+"""Routing replay on one rank: later passes over a rollout reuse the experts that an earlier pass chose.
 
-Two passes over the same tokens choose different experts once the weights have moved, or where another program (the
-engine) rounds differently; a mixture of experts then compares log-probs of two different networks.  With
-``--use-routing-replay`` the pass that computes the old log-probs writes down each router's choice, and training
-chooses the same (arXiv:2507.18071, section 5.3, there called Routing Replay).  With ``--use-rollout-routing-replay``
-the choice is the engine's, for the old log-probs and for training (R3, arXiv:2510.11370).  Probabilities are always
-those of the present router at the chosen experts, so that it keeps learning.
+Two passes over the same tokens choose different experts once the weights have changed, or if the engine rounds
+differently; a mixture of experts then compares log-probs of two different networks.  With ``--use-routing-replay`` the
+pass that computes the old log-probs records each router's choices, and training replays them (arXiv:2507.18071,
+section 5.3, there called Routing Replay).  With ``--use-rollout-routing-replay`` the old log-probs and training both
+replay the engine's choices (R3, arXiv:2510.11370).  The probabilities at the chosen experts always come from the
+current router, so it keeps learning.
 
-Reference and teacher choose freely, and so do MTP layers.
+The reference, the teacher and MTP layers choose freely.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from slime.utils.errors import ConfigError, DataError
 
 
 class RoutingReplay:
-    """The choices of experts of one rollout's micro-batches, and what the next passes do with them.
+    """Records and replays the expert choices of one rollout's micro-batches.
 
     Invariant: between rollouts nothing is kept, and the stage is "fallthrough".
 
     Args:
-        from_engine: the choices are the engine's (``--use-rollout-routing-replay``).
+        from_engine: replay the engine's choices (``--use-rollout-routing-replay``).
 
     Raises:
         ConfigError: the model has routers that cannot replay.
@@ -54,19 +54,19 @@ class RoutingReplay:
         )
         self._splits, self._packing = config.sequence_parallel, packing
         self.must_record = not from_engine
-        """Training needs a pass over the old policy before it."""
+        """A pass with the old policy must record choices before training."""
         self._layers = _number_routers(model)
         self._stage: Stage = "fallthrough"
         self._choices: list[HostChoices] = []
         self._num_told: list[list[int]] = []
-        """For each micro-batch the tokens of each sample whose experts the engine told; empty without an engine."""
+        """Per micro-batch and sample, the number of tokens with choices from the engine; empty without them."""
         self._changed = ChangedChoices()
 
     def begin(self, data: DeviceBatch) -> None:
-        """Forget the last rollout and make room for this one; in R3 take the engine's choices over.
+        """Start a rollout: drop the choices of the last one, and in R3 load the engine's choices.
 
         Raises:
-            DataError: a sample's choices are missing or impossible; the message names it.
+            DataError: a sample's choices are missing or impossible; the message names the sample.
         """
         self.clear()
         rows_of_layer = {layer: row for row, layer in enumerate(self._layers)}
@@ -80,7 +80,7 @@ class RoutingReplay:
 
     @contextmanager
     def during(self, passes: Literal["old_log_probs", "train"]) -> Iterator[None]:
-        """Let the passes within record or replay; outside of this all routers choose freely."""
+        """Record or replay in the passes inside; outside of this context all routers choose freely."""
         self._stage = "record" if passes == "old_log_probs" and self.must_record else "replay"
         try:
             yield
@@ -88,7 +88,7 @@ class RoutingReplay:
             self._stage = "fallthrough"
 
     def attach(self, packed_seq_params: Any, micro_batch: int, total_lengths: Sequence[int]) -> None:
-        """Let the packing of a micro-batch tell the routers what to do.
+        """Attach the routers' instructions to the packing of a micro-batch.
 
         Args:
             packed_seq_params: gets the attribute ``expert_replay``, see ``RouterInputs``.
@@ -106,9 +106,9 @@ class RoutingReplay:
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the share of choices (token and layer) that the router would make differently now, over all ranks.
+        """Return the share of replayed choices that the current router would make differently.
 
-        Of the training passes since the last call.  Collective.
+        One choice per token and layer, over the passes of all ranks since the last call.  Collective.
         """
         changed, compared = sum_over_ranks(self._changed.take().to(current_device())).tolist()
         return {"routing_replay_changed": changed / compared} if compared else {}
@@ -150,7 +150,7 @@ class RoutingReplay:
 
 
 def _number_routers(model: Sequence[torch.nn.Module]) -> list[int]:
-    """Tell every router of the model itself which layer it belongs to; gives their numbers, counted from 1."""
+    """Set the layer number of every router except those of MTP layers; return the numbers, counted from 1, sorted."""
     layers: list[int] = []
     for chunk in model:
         for name, module in unwrap_model(chunk).named_modules():

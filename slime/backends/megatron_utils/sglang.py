@@ -1,6 +1,6 @@
-"""The trainer's use of SGLang: its wire form of tensors and process group, for engines without our loader.
+"""The trainer's use of SGLang: its wire format of tensors and its process group, for engines without our loader.
 
-SGLang is imported where it is first used: its import takes seconds and a trainer that pushes nothing (SFT) needs none.
+SGLang is imported on first use: the import takes seconds, and a trainer that pushes nothing (SFT) does not need it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _sglang() -> tuple[Any, Any, Any]:
 
 
 def prepare() -> None:
-    """Make this process able to share tensors with an engine; call before a push."""
+    """Set this process up to share tensors with an engine; call before a push."""
     if torch.cuda.is_available():
         _sglang()
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
@@ -38,13 +38,13 @@ def prepare() -> None:
         monkey_patch_torch_reductions()
         share_host_tensors()
     else:
-        # The default strategy hands file descriptors over a socket, which only works between relatives.
+        # The default strategy passes file descriptors over a socket, which works only between related processes.
         torch.multiprocessing.set_sharing_strategy("file_system")
 
 
 def share_host_tensors() -> None:
-    """Pickle handles to host memory as torch does: SGLang's patch, which puts the GPU's id into a handle, ends with an
-    IndexError for a tensor that has none (0.5.15).
+    """Pickle handles of host tensors as torch does.  SGLang's patch, which adds the GPU's id to a handle, raises an
+    IndexError for host tensors (0.5.15).
     """
     patched, stock = reductions.reduce_tensor, vars(reductions)["_reduce_tensor_original"]
     if patched.__module__ == __name__:
@@ -58,9 +58,7 @@ def share_host_tensors() -> None:
 
 
 def wants_ue8m0_scales(block: tuple[int, int]) -> bool:
-    """Return True when engines on GPUs like this process's multiply FP8 blocks by scales that are powers of two
-    (Blackwell).
-    """
+    """Return True if engines on this kind of GPU use power-of-two scales (UE8M0) for FP8 blocks: Blackwell."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 10:
         return False
     from sglang.srt.model_loader.utils import should_deepgemm_weight_requant_ue8m0
@@ -69,10 +67,9 @@ def wants_ue8m0_scales(block: tuple[int, int]) -> bool:
 
 
 def serialize_bucket(bucket: NamedTensors) -> tuple[str, torch.Tensor]:
-    """Return the bucket in one fresh flat buffer: a handle to its shared or CUDA memory, as text, and the buffer
-    itself.
+    """Copy the bucket into a new flat buffer; return a serialized handle to its shared or CUDA memory, and the buffer.
 
-    The caller keeps the buffer until the engine has answered.
+    The caller must keep the buffer until the engine has answered.
     """
     serializer, _, flattened_bucket = _sglang()
     flat = flattened_bucket(named_tensors=bucket)
@@ -82,7 +79,7 @@ def serialize_bucket(bucket: NamedTensors) -> tuple[str, torch.Tensor]:
 
 
 def flatten(bucket: NamedTensors) -> torch.Tensor:
-    """Return the flat buffer that a ``flattened_bucket`` broadcast carries."""
+    """Return the flat buffer that a ``flattened_bucket`` broadcast sends."""
     _, _, flattened_bucket = _sglang()
     return flattened_bucket(named_tensors=bucket).get_flattened_tensor()
 
@@ -90,7 +87,7 @@ def flatten(bucket: NamedTensors) -> torch.Tensor:
 def join_update_group(
     *, backend: str, master_address: str, master_port: int, world_size: int, group_name: str, timeout_s: float
 ) -> dist.ProcessGroup:
-    """Enter, as rank 0, the process group over which an update is broadcast; blocks until all engines are in."""
+    """Join, as rank 0, the process group that broadcasts an update; blocks until all engines have joined."""
     _, init_custom_process_group, _ = _sglang()
     return init_custom_process_group(
         backend=backend,

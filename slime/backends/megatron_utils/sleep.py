@@ -1,11 +1,11 @@
-"""What a trainer holds on the accelerator, given back while it sleeps.
+"""Frees a trainer's accelerator memory while it sleeps, and restores it.
 
-    gradients                       freed: a step begins with zeros in them
+    gradients                       freed: a step begins with zeroed gradients
     weights that have a host copy   freed, and copied back from it (``policies.ModelSwitch``)
     everything else                 copied to the host: master weights, moments, a critic's weights
 
-Storages lose their memory and get other memory later; tensors, and views of them, stay the objects that they are.
-Meanwhile nothing may read them, and torch makes no new slices of them.
+Storages are resized to 0 and get new memory later; tensors and their views stay the same objects.  Meanwhile nothing
+may read them, and torch cannot make new views of them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from slime.weights.pinned_memory import aligned, host_bytes
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**30
-"""Of pinned memory: what is needed grows once there are moments, and nothing that is pinned shall be pinned again."""
+"""Bytes per chunk of pinned memory.  In chunks, the arena grows (once moments exist) without pinning memory again."""
 
 HostCopy = tuple[Tensor, Tensor]
-"""A live tensor, and the tensor on the host that has its values."""
+"""A live tensor, and the host tensor with the same values."""
 Storages = dict[int, UntypedStorage]
 """By address."""
 
 
 class HostArena:
-    """Host memory in chunks of one size, which is kept; what lies in it may span chunks.
+    """Host memory in chunks of equal size, which are never freed.  Data may span chunks.
 
     Args:
-        chunk_bytes: of a chunk.
-        is_pinned: a copy from or to an accelerator then runs behind the caller's back.
+        chunk_bytes: size of a chunk.
+        is_pinned: pin the memory, so that copies from and to an accelerator are asynchronous.
     """
 
     def __init__(self, chunk_bytes: int, *, is_pinned: bool) -> None:
@@ -58,7 +58,7 @@ class HostArena:
             self.chunks.append(host_bytes(self._chunk_bytes, is_pinned=self._is_pinned))
 
     def pieces(self, begin: int, num_bytes: int) -> Iterator[Tensor]:
-        """Yield the parts of chunks in which these bytes lie."""
+        """Yield the slices of chunks that hold these bytes."""
         end = begin + num_bytes
         while begin < end:
             index, first = divmod(begin, self._chunk_bytes)
@@ -69,14 +69,14 @@ class HostArena:
 
 @dataclass
 class _Released:
-    """What :meth:`OffloadedState.offload` has released, by what gives it back its values."""
+    """The storages that :meth:`OffloadedState.offload` released, by how their values are restored."""
 
     on_host: list[tuple[UntypedStorage, int, int]] = field(default_factory=list)
-    """Storage, its bytes, and where they begin in the arena."""
+    """Copied to the arena: storage, its bytes, and their offset in the arena."""
     zeroed: list[tuple[UntypedStorage, int]] = field(default_factory=list)
-    """Storage and its bytes."""
+    """Not copied, zeroed on return: storage and its bytes."""
     copies: list[HostCopy] = field(default_factory=list)
-    """Of tensors that lie in the ``zeroed``."""
+    """Host copies of tensors in ``zeroed`` storages."""
 
     @property
     def host_bytes(self) -> int:
@@ -84,18 +84,18 @@ class _Released:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes that nobody copied."""
+        """Bytes freed without a copy to the arena."""
         return sum(num_bytes for _, num_bytes in self.zeroed)
 
 
 class OffloadedState:
-    """The memory of a model and its optimizer on their device, which can be given back for a while.
+    """Offloads the device memory of a model and its optimizer, and restores it.
 
-    Between :meth:`offload` and :meth:`onload` nothing reads or writes it.  What is there is looked up each time:
-    moments appear with the first step.
+    Between :meth:`offload` and :meth:`onload` nothing may read or write it.  Tensors are looked up at each call,
+    because moments appear with the first step.
 
     Args:
-        chunk_bytes: of the host's memory, which is taken when first needed and kept.
+        chunk_bytes: size of the chunks of host memory, which are allocated when first needed and kept.
     """
 
     def __init__(self, model: Sequence[torch.nn.Module], optimizer: Any, *, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -107,37 +107,37 @@ class OffloadedState:
 
     @torch.no_grad()
     def offload(self, copies: Sequence[HostCopy] = ()) -> None:
-        """Give the memory back; does nothing when that is done.
+        """Free the device memory, unless it is freed already.
 
         Args:
-            copies: up-to-date host copies of tensors of the model, which are still so at :meth:`onload`.
+            copies: up-to-date host copies of tensors of the model, which must stay so until :meth:`onload`.
         """
         if self._released is not None:
             return
-        self._synchronize()  # streams other than this one
+        self._synchronize()  # other streams may still be writing
         released = self._plan(copies)
         for storage, num_bytes, begin in released.on_host:
             for piece, part in self._pairs(storage, begin, num_bytes):
                 piece.copy_(part, non_blocking=True)
-        self._synchronize()  # a storage's memory may be taken by others as soon as it is free
+        self._synchronize()  # freed memory may be reused at once, so the copies must be complete
         for storage in [*(one for one, *_ in released.on_host), *(one for one, _ in released.zeroed)]:
             storage.resize_(0)
         self._released = released
         _forget_cached_results(self._model)
         memory.clear_memory()
-        if len(self.arena.chunks) > self._logged_chunks:  # the first time, and when there are moments
+        if len(self.arena.chunks) > self._logged_chunks:  # the first time, and once moments exist
             self._logged_chunks = len(self.arena.chunks)
             self._log(released)
 
     @torch.no_grad()
     def onload(self) -> None:
-        """Take memory again and restore what was in it, zeros in gradients; does nothing when that is done."""
+        """Allocate the memory again and restore its content, with zeroed gradients; do nothing if not offloaded."""
         if self._released is None:
             return
         released, self._released = self._released, None
         for storage, num_bytes in released.zeroed:
             storage.resize_(num_bytes)
-            _bytes_of(storage).zero_()  # also what lies between weights
+            _bytes_of(storage).zero_()  # also the padding between weights
         for live, copy in released.copies:
             live.detach().copy_(copy, non_blocking=True)
         for storage, num_bytes, begin in released.on_host:
@@ -147,7 +147,7 @@ class OffloadedState:
         self._synchronize()
 
     def _plan(self, copies: Sequence[HostCopy]) -> _Released:
-        """Decide what becomes of each storage, and have room on the host for those that go there."""
+        """Decide how to release each storage, and allocate host memory for those that are copied."""
         weights = [
             tensor for chunk in self._model for _, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
         ]
@@ -155,7 +155,7 @@ class OffloadedState:
         flat_weights = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
         kept = self._storages([*weights, *flat_weights, *_optimizer_tensors(self._optimizer)])
         gradients = self._storages(buffer.grad_data for buffer in buffers)
-        # What else lies in a storage of weights is the optimizer's: views of these weights.
+        # Other tensors in a storage of weights are the optimizer's views of these weights.
         copied = {id(live) for live, _ in copies}
         without_copy = self._storages(weight for weight in weights if id(weight) not in copied)
         from_copies = self._storages(live for live, _ in copies).keys() - without_copy.keys()
@@ -172,12 +172,12 @@ class OffloadedState:
         return released
 
     def _storages(self, tensors: Iterable[Tensor]) -> Storages:
-        """Return the distinct storages of those tensors that lie on the device, and in memory of torch's own."""
+        """Return the distinct storages of the tensors that are on the device and in memory that torch allocated."""
         storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == self._device.type)
         return {one.data_ptr(): one for one in storages if one.nbytes() > 0 and one.resizable()}
 
     def _pairs(self, storage: UntypedStorage, begin: int, num_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of the arena, with the part of the storage that each of them holds."""
+        """Yield slices of the arena, each with the slice of the storage that it holds."""
         flat, done = _bytes_of(storage), 0
         for piece in self.arena.pieces(begin, num_bytes):
             yield piece, flat[done : done + piece.numel()]
@@ -187,7 +187,7 @@ class OffloadedState:
         is_cuda = self._device.type == "cuda"
         left, reserved = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if is_cuda else (0, 0)
         logger.info(
-            "Asleep: %.2f GiB lie in %.2f GiB of host memory, %.2f GiB are freed; %.2f GiB stay "
+            "Asleep: %.2f GiB moved to %.2f GiB of host memory, %.2f GiB freed; %.2f GiB stay "
             "allocated, %.2f GiB reserved.",
             *(n / 2**30 for n in (released.host_bytes, self.arena.num_bytes, released.freed_bytes, left, reserved)),
         )
@@ -198,17 +198,17 @@ class OffloadedState:
 
 
 class TrainerSleep:
-    """Whether a trainer sleeps, which it may between its verbs, while engines have its accelerator.
+    """Puts a trainer to sleep between its verbs, while engines use its accelerator.
 
-    Invariant: awake, the model holds the role's own weights.
+    Invariant: after :meth:`wake_up` the model holds the role's own weights.
 
     Args:
-        state: what is given back; None on a CPU, where a trainer sleeps and keeps its memory.
+        state: the memory to offload; None on a CPU, where a sleeping trainer keeps its memory.
         weights: the model's host copies.
         role: the tag of the role's own weights.
         always: fall asleep after every verb (``--offload-train``).
-        mem_fraction_static: of engines; a trainer beside which they have room stays awake
-            (``--offload-train-if-needed``).  None: it sleeps in any case.
+        mem_fraction_static: memory fraction of the engines; if they fit beside the trainer, it stays awake
+            (``--offload-train-if-needed``).  None: it always sleeps.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class TrainerSleep:
         self.is_asleep = False
 
     def fall_asleep(self) -> None:
-        """Free the memory, unless that is done already or need not be.  Collective."""
+        """Free the memory, unless it is freed already or engines fit beside it.  Collective."""
         if self.is_asleep:
             return
         state = self._state
@@ -241,7 +241,7 @@ class TrainerSleep:
         self.is_asleep = True
 
     def wake_up(self) -> None:
-        """Restore the memory, with the role's own weights in it."""
+        """Restore the memory and the role's own weights."""
         if not self.is_asleep:
             return
         with span("wake_up"):
@@ -256,11 +256,11 @@ class TrainerSleep:
             self.fall_asleep()
 
     def host_weights(self) -> Mapping[str, Tensor] | None:
-        """Return the host copy of the actor where the model's own memory is given back."""
+        """Return the actor's host copy while the model's memory is offloaded; None otherwise."""
         return self._weights.get("actor") if self.is_asleep and self._state is not None else None
 
     def end_push(self) -> None:
-        """Free what a push took beside its buffers."""
+        """Free the communicators (if asleep) and cached memory that a push left."""
         if self.is_asleep:
             reloadable_groups.release_communicators()
         memory.empty_cache()
@@ -271,12 +271,12 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def _gradient_buffers(chunk: torch.nn.Module) -> list[Any]:
-    """Return the flat buffers of a chunk's weights and gradients, also those of experts."""
+    """Return the flat buffers of a chunk's weights and gradients, including those of experts."""
     return [*chunk.buffers, *chunk.expert_parallel_buffers] if isinstance(chunk, DistributedDataParallel) else []
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Yield master weights and what is kept of each, wherever they lie."""
+    """Yield master weights and optimizer state, on any device."""
     for part in parts_of(optimizer) if optimizer is not None else ():
         inner = part.optimizer
         held = [inner]
@@ -291,7 +291,7 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _forget_cached_results(model: Sequence[torch.nn.Module]) -> None:
-    """Empty the caches of forward methods (rotary angles): a small tensor keeps the large block that it lies in."""
+    """Clear the caches of forward methods (rotary angles): a small cached tensor pins its whole allocator block."""
     for kind in {type(module) for chunk in model for module in chunk.modules()}:
         forward: Any = kind.forward
         if hasattr(forward, "cache_clear"):

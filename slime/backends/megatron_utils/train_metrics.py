@@ -1,4 +1,4 @@
-"""Metrics that need the parallel groups: means over a step and over a rollout, throughput, the load of experts."""
+"""Metrics that need the parallel groups: means over a step and over a rollout, throughput, expert load."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ TOKEN_COLUMNS = (
     "kl",
     "entropy",
 )
-"""One value per response token: logged as the mean over rollouts of each rollout's masked mean."""
+"""Columns with one value per response token, logged as the mean over rollouts of each rollout's masked mean."""
 
 _SAMPLE_COLUMNS = ("response_lengths", "total_lengths", "truncated")
-"""One number per sample: logged as plain means, as ``rewards`` are."""
+"""Columns with one number per sample, logged as plain means, like ``rewards``."""
 
 _FORWARD_PASSES = {"log_probs": 1, "ref_log_probs": 1}
-"""Timers around forward passes over the whole rollout, and how many."""
+"""Timers of forward passes over the whole rollout, and the number of passes in each."""
 
 
 def is_main_rank() -> bool:
@@ -60,10 +60,11 @@ def reduce_step_metrics(
     """Average the micro-batches' reports over an optimizer step.
 
     Args:
-        reports: of this rank; ``names`` and ``values`` [trained tokens, metric, ...].
-        step_global_batch_size: rollouts of the step on all ranks, the denominator by default.
+        reports: this rank's reports: ``names`` and ``values`` [trained tokens, metric, ...].
+        step_global_batch_size: rollouts in the step, over all ranks; the denominator by default.
         per_token: divide by the trained tokens of the step instead.
-        cp_size: each context-parallel rank counts all tokens of its samples, and reports its share of the sums.
+        cp_size: context-parallel ranks.  Each counts all tokens of its samples but reports only its share of the sums.
+        group: data- and context-parallel ranks; None for a single rank.
     """
     names = reports[0]["names"]
     assert all(report["names"] == names for report in reports), [report["names"] for report in reports]
@@ -80,8 +81,8 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Average every column over the whole rollout: ``rollout/...``.  Collective over data and context parallelism.
 
-    Per-token columns are averaged as the loss is, so that ``rollout/log_probs`` and a training metric of the same
-    tokens agree.  Only on the last pipeline stage, where the columns are.
+    Per-token columns are averaged like the loss, so that ``rollout/log_probs`` agrees with training metrics of the
+    same tokens.  Returns an empty dict on all but the last pipeline stage, which has the columns.
     """
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return {}
@@ -95,7 +96,7 @@ def rollout_metrics(
     cp_size = mpu.get_context_parallel_world_size()
     num_ranks = mpu.get_data_parallel_world_size(with_context_parallel=True)
     num_rollouts = sum(rollout_data.global_batch_sizes)
-    # Every rank adds 1 / dp of the number of rollouts, or its own tokens.
+    # The ranks' shares add up to the denominator: the number of rollouts, or of trained tokens.
     share = num_rollouts / num_ranks
     if per_token:
         share = float(sum(mask.sum().item() for mask in rollout_data.loss_masks)) / cp_size
@@ -121,9 +122,9 @@ def rollout_metrics(
 
 
 def value_metrics(rollout_data: DeviceBatch) -> dict[str, float]:
-    """Measure how much of the returns a critic predicted over the rollout.
+    """Compute the explained variance of the critic's values over the rollout.
 
-    Collective over data and context parallelism.
+    Collective over data and context parallelism; returns an empty dict on all but the last pipeline stage.
     """
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return {}
@@ -134,14 +135,14 @@ def value_metrics(rollout_data: DeviceBatch) -> dict[str, float]:
 
 
 def _reduce_means(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Sum over data- and context-parallel ranks, then divide; the names are the same on all of them."""
+    """Sum each (total, count) over data- and context-parallel ranks, then divide.  All ranks pass the same names."""
     table = torch.tensor(list(sums.values()), dtype=torch.float64, device=current_device())
     dist.all_reduce(table, group=mpu.get_data_parallel_group(with_context_parallel=True))
     return {name: total / max(count, 1e-12) for name, (total, count) in zip(sums, table.tolist(), strict=True)}
 
 
 def image_patches(inputs: Iterable[Mapping[str, Any] | None]) -> list[int]:
-    """Return the patches of every image of the samples, and of every frame of a longer one."""
+    """Return the number of patches of every image, and of every frame of a video."""
     grids = [row for one in inputs if one and "image_grid_thw" in one for row in one["image_grid_thw"].tolist()]
     return [int(height * width) for time, height, width in grids for _ in range(int(time))]
 
@@ -156,12 +157,13 @@ def perf_metrics(
     max_tokens_per_gpu: int | None,
     world_size: int,
 ) -> dict[str, float]:
-    """Compute ``perf/...``: seconds of each phase, tokens and operations a second, packing.  Collective.
+    """Compute ``perf/...``: seconds of each phase, tokens/s, TFLOP/s, packing efficiency.  Collective.
 
     Args:
-        data_iterator: after training: counts real and packed tokens.
-        frozen_passes: timer -> forward passes over the whole rollout, of policies beside the reference.
-        max_tokens_per_gpu: None where micro-batches have a fixed number of samples.
+        data_iterator: after training, when it has counted real and packed tokens.
+        seconds: elapsed seconds by timer.
+        frozen_passes: timer -> forward passes over the whole rollout, for frozen policies other than the reference.
+        max_tokens_per_gpu: None if micro-batches have a fixed number of samples.
     """
     num_passes = {**_FORWARD_PASSES, **frozen_passes}
     local = torch.tensor(
@@ -175,8 +177,9 @@ def perf_metrics(
         dtype=torch.float64,
         device=current_device(),
     )
-    # The ranks of a context-parallel group count the same.  The group of data parallelism alone would do without the
-    # division, but nothing else uses it, and every group that is used costs half a gigabyte of the accelerator.
+    # All ranks of a context-parallel group have the same counts, hence the division.  The data-parallel group without
+    # context parallelism would not need it, but nothing else uses that group, and its communicator would take half a
+    # gigabyte of the accelerator.
     dist.all_reduce(local, group=mpu.get_data_parallel_group(with_context_parallel=True))
     num_tokens, real, packed, text, tower = (local / mpu.get_context_parallel_world_size()).tolist()
     metrics: dict[str, float] = {}
@@ -190,7 +193,7 @@ def perf_metrics(
     if packed:
         metrics["perf/packing_efficiency"] = real / packed
     if max_tokens_per_gpu is not None:
-        # How full the micro-batches are, against --max-tokens-per-gpu; padding does not count.
+        # Share of --max-tokens-per-gpu that the micro-batches fill, without padding.
         num_micro_batches = len(rollout_data.micro_batch_indices) * mpu.get_data_parallel_world_size()
         capacity = num_micro_batches * max_tokens_per_gpu * mpu.get_context_parallel_world_size()
         metrics["perf/packing_budget_use"] = num_tokens / capacity
@@ -205,7 +208,7 @@ def perf_metrics(
 
 
 def rank_metrics(num_tokens: int, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return ``perf/rank_{n}/...`` of all ranks: seconds, peak memory, tokens a second.  Collective over all ranks."""
+    """Return ``perf/rank_{n}/...`` of all ranks: seconds, peak memory in GiB, tokens/s.  Collective over all ranks."""
     steps_s = seconds.get("actor_train", 0.0)
     mine = [seconds.get("train", 0.0), memory.peak_gib(), num_tokens / steps_s if steps_s else 0.0]
     group = get_gloo_group()
@@ -228,7 +231,7 @@ def step_metrics(
     step_global_batch_size: int,
     train_step: int,
 ) -> dict[str, float]:
-    """Name the metrics of one optimizer step ``train/...``; a critic's names begin with ``critic-``."""
+    """Return the metrics of one optimizer step under ``train/...``, or ``train/critic-...`` for the critic."""
     tag = "" if role == "actor" else f"{role}-"
     metrics = {f"train/{tag}{name}": value for name, value in result_metrics.items()}
     metrics[f"train/{tag}grad_norm"] = grad_norm
@@ -240,10 +243,10 @@ def step_metrics(
 
 
 class ExpertLoad:
-    """Counts of the tokens that each layer's router sent to each expert in one step, over all ranks."""
+    """Counts the tokens that each layer's router sends to each expert, over all ranks."""
 
     def __init__(self, model: Sequence[torch.nn.Module], num_layers: int, num_experts: int) -> None:
-        """Have the routers of ``model`` count; those of multi-token prediction are left out."""
+        """Make the routers of ``model`` count, except those of multi-token prediction (MTP)."""
         self._shape = (num_layers, num_experts)
         self._routers = [
             module
@@ -255,7 +258,7 @@ class ExpertLoad:
             router.counts_load = True
 
     def take_metrics(self) -> dict[str, float]:
-        """Return :func:`load_metrics` of the passes since the last call.  Collective."""
+        """Return the :func:`load_metrics` of all passes since the last call.  Collective."""
         counts = torch.zeros(self._shape, dtype=torch.int64, device=current_device())
         for router in self._routers:
             if router.load is not None:
@@ -265,12 +268,15 @@ class ExpertLoad:
 
 
 def load_metrics(counts_LE: Tensor) -> dict[str, float]:
-    """Return the balance of every layer that routed tokens.
+    """Return the expert balance of every layer that routed tokens.
+
+    Args:
+        counts_LE: [layers, experts] tokens.
 
     Returns:
-        ``expert_load/layer_{n}/max_over_mean`` (1 is balanced, E is all on one), ``.../idle`` (share of the experts
-        without a token), layers counted from 1; and ``expert_load/worst_max_over_mean`` and
-        ``expert_load/worst_idle``, the largest of the layers.
+        ``expert_load/layer_{n}/max_over_mean`` (1 is balanced, E is all tokens on one expert) and ``.../idle`` (share
+        of the experts without tokens), layers counted from 1; and ``expert_load/worst_max_over_mean`` and
+        ``expert_load/worst_idle``, their maxima over the layers.
     """
     metrics: dict[str, float] = {}
     for layer, counts_E in enumerate(counts_LE.double().cpu(), start=1):

@@ -1,4 +1,4 @@
-"""A trainer's log: each rollout, each optimizer step, the times of both and of single spans; and its data dumps."""
+"""A trainer's log of rollouts, optimizer steps and their timings; its self-checks; and its data dumps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainReports:
-    """The log of one role.  Every method is called on all ranks; the main rank logs, the others get ``{}``."""
+    """The log of one role.  Call every method on all ranks: the main rank logs, and other ranks get ``{}``."""
 
     def __init__(self, args: Namespace, role: str, *, world_size: int) -> None:
         self._args, self._role, self._world_size = args, role, world_size
@@ -45,7 +45,7 @@ class TrainReports:
         self._num_skipped = 0
 
     def rollout(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        """Log what is known of a rollout before it is trained on, and check it."""
+        """Log and check the metrics of a rollout before training on it."""
         if train_metrics.is_main_rank():
             self._log(rollout_id, metrics)
             self._checks.rollout(rollout_id, metrics)
@@ -57,7 +57,7 @@ class TrainReports:
         """Log and check one optimizer step.
 
         Args:
-            more: metrics beside the step's own, without a prefix.
+            more: further metrics, without a prefix.
         """
         if not result.is_applied:
             self._num_skipped += 1
@@ -82,7 +82,7 @@ class TrainReports:
         return metrics
 
     def performance(self, rollout_id: int, data: DeviceBatch, iterator: DataIterator) -> dict[str, float]:
-        """Log the seconds of every timer since the last call, throughput and memory.  Collective."""
+        """Log the seconds of all timers since the last call, throughput and memory.  Collective."""
         seconds = Timer().log_dict()
         Timer().reset()
         metrics = train_metrics.perf_metrics(
@@ -101,24 +101,24 @@ class TrainReports:
         return self._log_perf(rollout_id, metrics)
 
     def span(self, rollout_id: int, name: str, **more: float) -> dict[str, float]:
-        """Log the seconds of a timer now, and forget them."""
+        """Log the seconds of one timer, and reset it."""
         elapsed_s = Timer().seconds(name)
         Timer().reset(name)
         return self._log_perf(rollout_id, {f"perf/{name}_time": elapsed_s, f"perf/time_{name}_s": elapsed_s, **more})
 
     def keep_tokens(self, iterator: DataIterator) -> None:
-        """Have the loss keep its log-probs and what it clipped, for sinks that want details."""
+        """Make the loss keep its log-probs and clipped tokens, if a sink wants details."""
         if telemetry.wants("details"):
             iterator.kept = {}
 
     def record(
         self, rollout_id: int, data: DeviceBatch, trained: Mapping[int, Mapping[str, Sequence[Tensor]]] | None
     ) -> None:
-        """Give sinks the log-probs, advantages and clipped tokens of this rank's samples.  Collective over
-        context-parallel ranks.
+        """Send the log-probs, advantages and clipped tokens of this rank's samples to sinks that want details.
+        Collective over context-parallel ranks.
 
         Args:
-            trained: micro-batch -> what the loss kept; its log-probs are recorded where ``data`` has none from before.
+            trained: micro-batch -> columns kept by the loss.  Its log-probs are recorded if ``data`` has none.
         """
         is_writer = mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0
         if not (telemetry.wants("details") and is_writer):
@@ -145,7 +145,7 @@ class TrainReports:
             telemetry.samples("trained", rollout_id=rollout_id, rank=mpu.get_data_parallel_rank(), **facts)
 
     def record_weights(self, rollout_id: int, model: Sequence[torch.nn.Module]) -> None:
-        """Record what the weights are after a rollout's steps.  Collective over all ranks."""
+        """Record a digest of the weights after a rollout's steps.  Collective over all ranks."""
         if not telemetry.wants("details"):
             return
         digest = weights_digest(model)
@@ -172,7 +172,7 @@ class TrainReports:
 def dump_train_data(
     template: str, rollout_id: int, rollout_data: DeviceBatch, token_columns: Sequence[str] = TOKEN_COLUMNS
 ) -> None:
-    """Write the data that the rollout was trained on.  Collective over all ranks; the first one writes."""
+    """Write the data that the rollout was trained on.  Collective over all ranks; rank 0 writes."""
     shards = gather_on_first(_shard_of_this_rank(rollout_data, token_columns))
     if shards is not None:
         known = sorted((shard for shard in shards if shard is not None), key=lambda shard: shard["dp_rank"])
@@ -185,7 +185,9 @@ def dump_train_data(
 
 @torch.no_grad()
 def _shard_of_this_rank(rollout_data: DeviceBatch, token_columns: Sequence[str]) -> dict[str, Any] | None:
-    """Return this data-parallel rank's samples on the rank that writes for it; None on the others."""
+    """Return the samples of this data-parallel rank on one of its ranks, None on the others: tensor- and
+    context-parallel rank 0 of the last pipeline stage has them.
+    """
     if not mpu.is_pipeline_last_stage(ignore_virtual=True) or mpu.get_tensor_model_parallel_rank() != 0:
         return None
     names = [name for name in sample_columns(rollout_data) if name not in LAYOUT]
@@ -211,20 +213,20 @@ def _shard_of_this_rank(rollout_data: DeviceBatch, token_columns: Sequence[str])
     }
 
 
-# Numbers that must be what they are, in every run; a warning, which ``--ci-test`` makes an error:
+# Self-checks of every run.  A violation is a warning, with ``--ci-test`` an error:
 #
 # * the first step of a rollout is on policy: ``ppo_kl`` is 0;
-# * before the first update policy and reference are the same: ``kl_loss`` and ``rollout/kl`` are 0.
+# * before the first update policy and reference are equal: ``kl_loss`` and ``rollout/kl`` are 0.
 #
-# With ``--ci-test`` also: trainer and engines agree (``train_rollout_logprob_abs_diff``), the MTP loss is below 1, and
-# with ``--ci-load-grad-norm`` the gradient norm is the one that another run saved with ``--ci-save-grad-norm``.
+# ``--ci-test`` also checks that trainer and engines agree (``train_rollout_logprob_abs_diff``), that the MTP loss is
+# below 1, and with ``--ci-load-grad-norm`` that the gradient norm equals the one saved with ``--ci-save-grad-norm``.
 
 
 ZERO = 1e-8
-"""Nats; what counts as equal policies."""
+"""KL, in nats, below which two policies count as equal."""
 MTP_LOSS_LIMIT = 1.0
 GRAD_NORM_TOLERANCE = 0.01
-"""Relative, or absolute where that is more."""
+"""Relative or absolute, whichever allows more."""
 
 _NOT_THE_REFERENCE = (
     f"before the first update it must be below {ZERO:g}, because policy and reference have the same weights: is "
@@ -233,16 +235,16 @@ _NOT_THE_REFERENCE = (
 
 
 class SelfChecks:
-    """The checks of one role's numbers, on the rank that has them."""
+    """The self-checks of one role, run on the main rank."""
 
     def __init__(self, args: Namespace, role: str) -> None:
         self._args, self._role = args, role
 
     def step(self, rollout_id: int, step_id: int, metrics: Mapping[str, float], grad_norm: float) -> None:
-        """Check one optimizer step on the rank that has its metrics.
+        """Check one optimizer step; with ``--ci-save-grad-norm`` also save its gradient norm.
 
         Raises:
-            CheckError: with ``--ci-test``; names every number that is off.
+            CheckError: with ``--ci-test``; names every metric that fails a check.
         """
         args, role = self._args, self._role
         where = f"{role}, rollout {rollout_id}, step {step_id}"
@@ -267,7 +269,7 @@ class SelfChecks:
             raise CheckError(f"CI check of {where}: " + "; ".join(problems) + ".")
 
     def rollout(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
-        """Check what is known of a rollout before its first step, on the rank that has its metrics.
+        """Check the metrics of a rollout before its first step.
 
         Raises:
             CheckError: with ``--ci-test``.
@@ -287,7 +289,7 @@ class SelfChecks:
         args = self._args
         if self._role != "actor" or step_id != 0 or args.loss_type != "policy_loss" or args.ci_disable_kl_checker:
             return
-        # With other log-probs as the old ones, the first step is not on policy by definition.
+        # If the old log-probs are the engine's or another policy's, the first step is not on policy by definition.
         is_on_policy = not (args.use_rollout_logprobs or args.keep_old_actor)
         if is_on_policy and "ppo_kl" in metrics and not abs(metrics["ppo_kl"]) < ZERO:
             yield (
@@ -299,10 +301,12 @@ class SelfChecks:
             yield f"kl_loss is {metrics['kl_loss']:g}; {_NOT_THE_REFERENCE}"
 
     def _starts_from_reference(self, rollout_id: int) -> bool:
-        """Return True while the actor is what ``--ref-load`` holds; ``--ci-test`` takes that for granted then."""
+        """Return True if the actor has the weights of ``--ref-load``: before its first update, if both load the same
+        checkpoint.  ``--ci-test`` assumes that they do.
+        """
         args = self._args
         if args.use_rollout_routing_replay:
-            return False  # the same weights, but only the policy's experts are the engine's
+            return False  # the weights are equal, but only the policy replays the engine's experts
         first = args.num_critic_only_steps if args.use_critic else 0
         return rollout_id == first and (args.ci_test or (args.ref_load is not None and args.load == args.ref_load))
 

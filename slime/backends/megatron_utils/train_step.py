@@ -53,8 +53,8 @@ _KEYS = (
     "rollout_top_p_token_ids",
     "rollout_top_p_token_offsets",
 )
-"""The columns that every loss function sees beside tokens, lengths and masks, None where the data lack one; further
-ones of a user come with them."""
+"""Columns passed to every loss function besides tokens, lengths and masks.  Missing columns are None; user-defined
+per-sample columns are appended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class StepResult:
     """Metrics of one optimizer step."""
 
     metrics: dict[str, float]
-    """Means over the step, on the last pipeline stage; empty elsewhere."""
+    """Means over the step, on the last pipeline stage; empty on other stages."""
     grad_norm: float
-    """Global norm before clipping."""
+    """Global gradient norm before clipping."""
     is_applied: bool
-    """False when a gradient that is not finite made the optimizer skip the step."""
+    """False if the optimizer skipped the step because the gradient was not finite."""
     not_finite_ranks: tuple[int, ...] = ()
-    """Of a skipped step: the ranks beside this one, and this one, whose loss was not finite."""
+    """If the step was skipped: the ranks whose loss was not finite, among this rank and its replicas."""
 
 
 def _not_finite(moment: str, what: str, value: float) -> StepError:
@@ -81,15 +81,14 @@ def _not_finite(moment: str, what: str, value: float) -> StepError:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSteps:
-    """The optimizer steps of one rank."""
+    """Takes the optimizer steps of one rank."""
 
     args: Namespace
-    """The run's arguments."""
     model: Sequence[torch.nn.Module]
-    """This rank's chunks."""
+    """The model chunks of this rank."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
-    """Of the learning rate; a step that is not skipped advances it by the step's rollouts."""
+    """Learning rate and weight decay.  Each applied step advances it by the step's global batch size."""
 
     def take(
         self,
@@ -100,16 +99,16 @@ class OptimizerSteps:
         loss_type: str,
         on_step: Callable[[int, StepResult], None],
     ) -> None:
-        """Take all steps of one rollout.
+        """Take all optimizer steps of one rollout.
 
         Args:
-            iterators: one for each chunk; restarted.
+            iterators: one per chunk; they are reset.
             loss_type: key of ``loss.LOSSES``.
-            on_step: called with the number of each step, and its result.
+            on_step: called after each step with its number and its result.
 
         Raises:
             StepError: the loss or the gradient is not finite (unless --on-nan skip), or ranks that must hold the same
-                weights do not; the weights are as before the step.
+                weights hold different ones.  The step has not changed the weights.
         """
         for iterator in iterators:
             iterator.reset()
@@ -134,7 +133,7 @@ class OptimizerSteps:
         *,
         loss_type: str,
     ) -> StepResult:
-        """Accumulate the gradients of all micro-batches, take one optimizer step and one step of the schedule."""
+        """Accumulate the gradients of all micro-batches, then step the optimizer and the scheduler."""
         args, model, optimizer = self.args, self.model, self.optimizer
         moment = f"rollout {rollout_id}, optimizer step {step_id}"
         _zero_gradients(model, optimizer)
@@ -151,7 +150,7 @@ class OptimizerSteps:
                 optimizer,
                 marks,
                 max_norm=args.clip_grad,
-                # fp16 finds its loss scale by overflowing: there a skipped step is no fault.
+                # With fp16, overflows are how the loss scale is found, so a skipped step is not an error.
                 may_skip=not args.check_for_nan_in_loss_and_grad or args.fp16,
             )
         if is_applied:
@@ -186,13 +185,19 @@ def accumulate_gradients(
     *,
     loss_type: str,
 ) -> list[dict[str, Any]]:
-    """Fill the gradient buffers with those of one step; returns the micro-batches' reports, with the ``loss``, on the
-    last pipeline stage.
+    """Run the micro-batches of one step and leave their summed gradients in the gradient buffers.
 
     Args:
-        data_iterator: one for each chunk, standing at the step's first micro-batch.
-        num_microbatches: of the step on this rank.
-        step_global_batch_size: rollouts of the step on all ranks.
+        moment: rollout and step, for error messages.
+        data_iterator: one per chunk, positioned at the first micro-batch of the step.
+        num_microbatches: micro-batches of the step on this rank.
+        step_global_batch_size: rollouts in the step, over all ranks.
+
+    Returns:
+        one report per micro-batch on the last pipeline stage, each with its ``loss``; an empty list on other stages.
+
+    Raises:
+        StepError: the loss or the gradient is not finite.
     """
     if args.enable_mtp_training:
         send_embedding_to_mtp(model)
@@ -221,7 +226,7 @@ def accumulate_gradients(
     try:
         return run_microbatches(step, model, data_iterator, num_microbatches, packing, forward_only=False)
     except RuntimeError as error:
-        if "in local grad norm" not in str(error):  # megatron-core's own check, which knows no step
+        if "in local grad norm" not in str(error):  # raised by megatron-core, which does not know the step
             raise
         raise _not_finite(moment, "gradient", math.nan) from error
 
@@ -229,9 +234,9 @@ def accumulate_gradients(
 def _apply_gradients(
     moment: str, optimizer: MegatronOptimizer, marks: Sequence[Marks], *, max_norm: float, may_skip: bool
 ) -> tuple[bool, float]:
-    """Clip and step, unless the gradient is not finite; returns whether the step was taken, and the norm."""
+    """Clip and step if the gradient is finite.  Return whether the step was taken, and the norm before clipping."""
     found_inf = bool(optimizer.prepare_grads())
-    grad_norm = float(optimizer.get_grad_norm())  # waits for the device, so that the marks are there
+    grad_norm = float(optimizer.get_grad_norm())  # synchronizes with the device, so reading the marks is free
     for mark in marks:
         mark.check(moment)
     if found_inf or not math.isfinite(grad_norm):
@@ -251,7 +256,7 @@ def _apply_gradients(
 
 
 def wire_schedules(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, *, align_grad_reduce: bool) -> None:
-    """Tell the model's config how its gradients and parameters are communicated."""
+    """Set the hooks of the model config that communicate gradients and parameters."""
     config = get_model_config(model[0])
     config.grad_scale_func = optimizer.scale_loss
     config.timers = None
@@ -276,7 +281,7 @@ def reset_optimizer_states(optimizer: MegatronOptimizer) -> None:
     """Zero the moments and the step count of every parameter."""
     for part in parts_of(optimizer):
         adam = part.optimizer
-        # With --optimizer-cpu-offload what a checkpoint gave is in the optimizers inside alone before the first step.
+        # With --optimizer-cpu-offload, state loaded from a checkpoint is in the sub-optimizers until the first step.
         for inner in adam.sub_optimizers if isinstance(adam, HybridDeviceOptimizer) else [adam]:
             for state in inner.state.values():
                 for name in ("exp_avg", "exp_avg_sq", "step"):
@@ -288,17 +293,17 @@ def reset_optimizer_states(optimizer: MegatronOptimizer) -> None:
 
 # Seconds of forward, backward, communication and the optimizer, for the run's record.
 #
-# megatron-core's schedules start and stop a timer; here that is a pair of events on the device's stream, read when the
-# step is over.  What overlaps with a pass (a gather, a reduction) counts as the pass.
+# megatron-core's schedules start and stop timers.  Here each timer is a pair of events on the device's stream, read
+# after the step.  Communication that overlaps with a pass (a gather, a reduction) counts towards the pass.
 
 
 PARTS = ("forward", "backward", "communication", "optimizer")
-"""In the order of their spans: sums over the micro-batches, one after the other."""
+"""Parts of a step, each summed over its micro-batches; their spans follow one another in this order."""
 _GATHER = "params-all-gather"
 
 
 class _StepTimes:
-    """The timers of one step, as megatron-core calls them."""
+    """The timers of one step, with the interface of megatron-core's ``Timers``."""
 
     def __init__(self) -> None:
         self._times = DeviceTimes()
@@ -310,7 +315,7 @@ class _StepTimes:
         return self
 
     def start(self, barrier: bool = False) -> None:
-        """Begin the timer of the last call; it waits for nobody."""
+        """Start the timer named in the last call; ``barrier`` is ignored."""
         if (part := _part_of(self._name)) is not None:
             self._open[self._name] = self._times.span(part, current_device())
             self._open[self._name].__enter__()
@@ -320,11 +325,14 @@ class _StepTimes:
             self._open.pop(self._name).__exit__(None, None, None)
 
     def optimizer(self) -> AbstractContextManager[None]:
-        """Time the body as the optimizer's, gathers of parameters included."""
+        """Count the body towards the optimizer, including the parameter gathers in it."""
         return self._times.span("optimizer", current_device())
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each part; waits for the device."""
+        """Return the seconds of each part.  Synchronizes with the device.
+
+        Parameter gathers, which run inside the optimizer, are moved to "communication".
+        """
         found = self._times.seconds()
         gather = found.pop(_GATHER, 0.0)
         found["communication"] = found.get("communication", 0.0) + gather
@@ -343,7 +351,7 @@ def _part_of(name: str) -> str | None:
 
 @contextmanager
 def recorded_step(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Record where the body, one optimizer step, spends its time, in a run that is recorded."""
+    """Record how the body, one optimizer step, divides its time, if a sink wants details."""
     if not wants("details"):
         yield
         return
@@ -361,13 +369,13 @@ def recorded_step(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
 
 
 def optimizer_time(model: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
-    """Time the body as the optimizer's, in a step that is recorded."""
+    """Count the body towards the optimizer inside :func:`recorded_step`; do nothing if the step is not recorded."""
     timers: Any = get_model_config(model[0]).timers
     return timers.optimizer() if isinstance(timers, _StepTimes) else nullcontext()
 
 
 def record_parts(seconds: dict[str, float], began: float, ended: float) -> None:
-    """Record the parts of a step as spans that lie one after the other within it."""
+    """Record the parts of a step as consecutive spans within it."""
     scale = min(1.0, (ended - began) / max(sum(seconds.values()), 1e-9))
     for name in PARTS:
         until = began + seconds.get(name, 0.0) * scale
@@ -375,28 +383,29 @@ def record_parts(seconds: dict[str, float], began: float, ended: float) -> None:
         began = until
 
 
-# Checks of each step: ranks that must hold the same weights do, and every rank's loss is finite.
+# Checks of each step: replicas hold the same weights, and every rank's loss is finite.
 #
-# megatron-core's sharded optimizer gives every rank of a data-parallel group the same norm of the gradient, whatever a
-# rank computed; only its copy of the weights shows that a rank went its own way.
+# megatron-core's sharded optimizer gives every rank of a data-parallel group the same gradient norm, whatever a rank
+# computed.  Only a rank's copy of the weights shows that it has diverged.
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Checksums and losses of the ranks of one group in a step, on the device; reading them waits for the device."""
+    """Weight checksums and non-finite losses of the ranks of one group.  Reading them synchronizes with the device."""
 
     ranks: list[int]
     table: Tensor
-    """A row for each rank: the checksum of its weights, the micro-batches whose loss is not finite."""
+    """[2 * num_ranks] int64 on the device, two entries per rank: the checksum of its weights, and the number of its
+    micro-batches whose loss is not finite."""
 
     @classmethod
     def gather(cls, model: Sequence[torch.nn.Module], losses: Sequence[Tensor]) -> list[Marks]:
-        """Exchange the marks of the ranks that hold the same dense weights, and the same experts.
+        """Exchange marks within the group that replicates the dense weights and the one that replicates the experts.
 
-        Nothing waits for the device: read them after something that does anyway.
+        Does not synchronize with the device: read the marks after something that does anyway.
 
         Args:
-            losses: of this rank's micro-batches; none except on the last pipeline stage.
+            losses: one scalar per micro-batch on the last pipeline stage; empty on other stages.
         """
         weights = [weight for chunk in model for weight in chunk.parameters() if weight.requires_grad]
         experts = [weight for weight in weights if not getattr(weight, "allreduce", True)]
@@ -409,7 +418,7 @@ class Marks:
             if replicated:
                 num_ranks = dist.get_world_size(group)
                 not_finite = _num_not_finite(losses, replicated[0].device)
-                # A rank alone has nothing to compare, and need not read all its weights again in each step.
+                # A rank without replicas has nothing to compare, so it need not read all its weights in each step.
                 checksum = _checksum(replicated) if num_ranks > 1 else torch.zeros_like(not_finite)
                 mine = torch.stack([checksum, not_finite])
                 table = mine.new_empty(num_ranks * 2)
@@ -418,10 +427,10 @@ class Marks:
         return gathered
 
     def check(self, moment: str) -> None:
-        """Compare the copies of the weights.
+        """Check that all ranks hold the same weights.
 
         Raises:
-            StepError: they differ; names the ranks that hold others than most do.
+            StepError: they differ; the message names the ranks that deviate from the majority.
         """
         sums = self.table.tolist()[::2]
         counts = Counter(sums).most_common()
@@ -431,7 +440,7 @@ class Marks:
         others = [rank for rank, value in zip(self.ranks, sums, strict=True) if is_tie or value != counts[0][0]]
         who = f"ranks {others} hold weights that differ" if is_tie else f"ranks {others} hold other weights than most"
         raise StepError(
-            f"{moment}: {who}, of ranks {self.ranks}, which must hold the same. Look at the GPU and memory of their "
+            f"{moment}: {who}, of ranks {self.ranks}, which must hold the same. Check the GPUs and memory of their "
             "nodes; --on-nan rollback goes back to a checkpoint instead of ending the run"
         )
 
@@ -441,7 +450,7 @@ class Marks:
 
 @torch.no_grad()
 def _checksum(weights: Sequence[Tensor]) -> Tensor:
-    """Sum of the bits of every weight's norm: equal for equal weights, and changed by any rank's own update."""
+    """Sum the bit patterns of the weights' fp32 norms, int64: equal for equal weights, changed by any update."""
     norms = torch.stack(torch._foreach_norm(list(weights), 2, dtype=torch.float32))
     return norms.view(torch.int32).sum(dtype=torch.int64)
 

@@ -1,5 +1,7 @@
-"""Does a checkpoint fit the model that the flags describe?  Asked before anything is loaded, so that the answer can
-name what differs: flags, shapes, tensors that are missing, tensors without a place.
+"""Checks that a checkpoint fits the model that the flags describe.
+
+It runs before anything is loaded, so that the error can name all differences: flags, shapes, missing and unexpected
+tensors.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from slime.utils.distributed_utils import gather_on_first, object_of_first
 from slime.utils.errors import DataError
 
 NOT_WEIGHTS = ("optimizer.", "rng_state")
-"""Beginnings of names in a checkpoint that are no part of the model."""
+"""Prefixes of names in a checkpoint that do not belong to the model."""
 
 SAME_SHAPE = (
     *("num_attention_heads", "num_query_groups", "kv_channels", "qk_head_dim", "qk_pos_emb_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
 )
-"""Flags that say what the rows of a matrix mean: two models that differ in them may have the same shapes."""
+"""Flags that determine the meaning of a matrix's rows: models that differ in them may have the same shapes."""
 
 SHAPE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", *SAME_SHAPE, "v_head_dim", "q_lora_rank", "kv_lora_rank"),
@@ -42,10 +44,10 @@ SHAPE = (
     ),
     "untie_embeddings_and_output_weights",
 )
-"""Flags that decide which tensors there are, in the order in which they are named."""
+"""Flags that determine the tensors and their shapes, in the order in which errors name them."""
 
 Shapes = dict[str, tuple[tuple[int, ...], bool]]
-"""Name on disk -> shape of the whole tensor, and whether its vocabulary may be padded to another length."""
+"""Name on disk -> shape of the whole tensor, and whether its vocabulary padding may differ."""
 
 
 def check_fit(
@@ -58,18 +60,18 @@ def check_fit(
     *,
     unread: Iterable[str] = (),
 ) -> None:
-    """Refuse a checkpoint that does not fit.  Collective; rank 0 looks.
+    """Raise an error if a checkpoint does not fit.  Collective; rank 0 compares.
 
-    Tensors of MTP layers that the model does not have are left unread.
+    MTP layers in the checkpoint are ignored if the model has none.
 
     Args:
-        flags: of this run, by attribute.
-        saved: on rank 0, :func:`saved_shapes` of the folder; elsewhere not looked at.
+        flags: this run's flags, by attribute.
+        saved: on rank 0, the :func:`saved_shapes` of the folder; ignored on other ranks.
         saved_args: the arguments in the checkpoint, or None.
-        unread: names on disk that this rank leaves unread on purpose.
+        unread: names on disk that this rank deliberately does not read.
 
     Raises:
-        DataError: on every rank, with all that differs.
+        DataError: on every rank; names the differing flags and up to three tensors of each kind of difference.
     """
     everyone = gather_on_first((_shapes_of(model_state), set(unread)))
     verdict = ""
@@ -89,7 +91,7 @@ def check_fit(
     if verdict := object_of_first(verdict):
         raise DataError(
             f"{flag}: the checkpoint {folder} does not fit the model that the flags describe:\n  {verdict}\n"
-            "Compare the MODEL_ARGS of this run with those it was made with."
+            "Compare the MODEL_ARGS of this run with those of the run that saved it."
         )
 
 
@@ -134,17 +136,17 @@ def _tensor_lines(wanted: Shapes, saved: Mapping[str, tuple[int, ...]], vocab_si
     yield from _some(missing, "tensors are missing")
     has_mtp = any(key.startswith("mtp.") for key in wanted)
     extra = [
-        f"{key} of the checkpoint has no place in the model"
+        f"{key} of the checkpoint is not in the model"
         for key in sorted(saved)
         if key not in wanted and not key.endswith("_extra_state") and (has_mtp or not key.startswith("mtp."))
     ]
-    yield from _some(extra, "tensors have no place")
+    yield from _some(extra, "tensors are not in the model")
 
 
 def _fits(wanted: tuple[int, ...], saved: tuple[int, ...], vocab_size: int | None) -> bool:
     if wanted == saved or vocab_size is None:
         return wanted == saved
-    # Rows are padded to a multiple that depends on the layout.
+    # Rows are padded to a multiple that depends on the parallel layout.
     return wanted[1:] == saved[1:] and min(wanted[0], saved[0]) >= vocab_size
 
 

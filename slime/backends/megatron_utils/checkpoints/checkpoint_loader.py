@@ -1,4 +1,4 @@
-"""megatron-core's load of a sharded state, with readers that run nothing of what the files hold."""
+"""Loads a sharded state through megatron-core, with readers that never execute what the files contain."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime.backends.megatron_utils.checkpoints.checkpoint_reader import CheckpointReader
 
 LOAD_ERRORS = (CheckpointException, CheckpointingException, KeyError, RuntimeError, ValueError)
-"""The exceptions of loading a checkpoint that does not fit; a DataError is a ValueError."""
+"""Exceptions raised by loading a checkpoint that does not fit; DataError is a ValueError."""
 
 
 def load_sharded(state: dict[str, Any], reader: CheckpointReader, *, validate_access_integrity: bool = True) -> Any:
-    """Return ``state`` with the values of a checkpoint, and what all ranks share beside it.  Collective.
+    """Return ``state`` with the values of a checkpoint, merged with its common (unsharded) state.  Collective.
 
     Args:
-        state: sharded tensors and objects that are asked for; tensors are read in place.
-        validate_access_integrity: check that the ranks ask for each tensor exactly once.
+        state: the sharded tensors and objects to load; tensors are read in place.
+        validate_access_integrity: check that the ranks together request each tensor exactly once.
 
     Raises:
-        CheckpointException: on every rank, with the errors of all (torch's).
+        CheckpointException: torch's; raised on every rank, with the errors of all ranks.
     """
     reader.check_format()
     sharded, _, _ = load_preprocess(dict(state))
@@ -49,7 +49,7 @@ def load_sharded(state: dict[str, Any], reader: CheckpointReader, *, validate_ac
 
 @contextmanager
 def _readers_of_megatron(reader: CheckpointReader) -> Iterator[None]:
-    """Give megatron-core this reader; its strategy makes its own, which runs pickles, and has no parameter for it."""
+    """Make megatron-core use this reader: its strategy has no parameter for one and would unpickle unsafely."""
     original = torch_strategy._get_filesystem_reader
     torch_strategy._get_filesystem_reader = lambda *args, **kwargs: reader
     try:
@@ -59,18 +59,18 @@ def _readers_of_megatron(reader: CheckpointReader) -> Iterator[None]:
 
 
 class _Common(TorchCommonLoadStrategy):
-    """Reads ``common.pt`` without running what is in it."""
+    """Reads ``common.pt`` without executing its pickles."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
 
     def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
-        """Return what all ranks share."""
+        """Return the common (unsharded) state."""
         return self._reader.read_common()
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the first rank's exception, out of the one that torch wraps around those of all ranks."""
+    """Return the exception of the first failed rank from torch's CheckpointException; return others unchanged."""
     if isinstance(error, CheckpointException):
         for cause, _ in error.failures.values():
             return cause

@@ -1,7 +1,8 @@
-"""Reading a ``torch_dist`` folder that anybody may have written.
+"""Reads a ``torch_dist`` folder from an untrusted source.
 
-Nothing in it is run: pickles are read by ``slime.utils.safe_pickle``.  Everything that is read is compared with its
-digest where the folder has digests.  What is missing, cut, or of another checkpoint is an error with file and tensor.
+Nothing in it is executed: ``slime.utils.safe_pickle`` reads the pickles.  If the folder has digests, everything read
+is verified against them.  Missing or truncated data and data of another checkpoint raise errors that name the file and
+the tensor.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ FORMAT_FILE = "metadata.json"
 FORMAT = "torch_dist"
 FORMAT_KEYS = {"sharded_backend", "sharded_backend_version", "common_backend", "common_backend_version"}
 MAX_BYTES = 4 << 30
-"""Of the files about a checkpoint, which are read whole."""
+"""Size limit of the small files of a checkpoint, which are read whole."""
 OTHER_CHECKPOINT = "Copy the checkpoint again, or use another one."
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """One checkpoint folder, ``iter_0000012`` or ``release``; torch and Megatron read through it.  Thread-safe.
+    """Reads one checkpoint folder, ``iter_0000012`` or ``release``, for torch and Megatron.  Thread-safe.
 
     Args:
-        verify: compare digests where there are any (``--no-verify-checkpoint``).
+        verify: verify digests if the folder has them (off with ``--no-verify-checkpoint``).
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
-        """Read what the folder says of itself.
+        """Read the folder's metadata and digests.
 
         Raises:
-            DataError: it is no complete checkpoint, or damaged.
+            DataError: the checkpoint is incomplete or damaged.
         """
         super().__init__(folder)
         self.folder = Path(folder)
@@ -66,15 +67,15 @@ class CheckpointReader(dcp.FileSystemReader):
                 )
         self.digests = FolderDigests.read(self.folder) if verify else None
         self.expected_shapes: Mapping[str, tuple[int, ...]] = {}
-        """Tensors that the next load asks for, with their whole shapes."""
+        """Tensors that the next load requests, with their whole shapes."""
         self.metadata = self._read_metadata()
         self.storage_data = self.metadata.storage_data
 
     def read_file(self, name: str) -> bytes:
-        """Return a whole small file.
+        """Return the content of a small file.
 
         Raises:
-            DataError: it is missing or damaged.
+            DataError: it is missing, damaged or larger than ``MAX_BYTES``.
         """
         if self.digests is not None:
             self.digests.check_size(name)
@@ -87,12 +88,12 @@ class CheckpointReader(dcp.FileSystemReader):
         return data
 
     def read_common(self) -> dict[str, Any]:
-        """Return the arguments, the schedule and the counters of the run that saved.
+        """Return the arguments, the schedule and the counters of the run that saved the checkpoint.
 
-        Objects of classes of other programs are placeholders in it.
+        Objects of unknown classes are replaced by placeholders.
 
         Raises:
-            DataError: the file is damaged, or something else.
+            DataError: the file is damaged, or is not the common file of a checkpoint.
         """
         common = load_torch(self.read_file(COMMON_FILE), where=self.folder / COMMON_FILE, tolerant=True)
         if not isinstance(common, dict):
@@ -102,16 +103,16 @@ class CheckpointReader(dcp.FileSystemReader):
             )
         if not isinstance(args := common.get("args"), Namespace | None):
             raise DataError(
-                f"{self.folder / COMMON_FILE} has {str(args)[:80]!r} ({type(args).__name__}) in the place of the "
+                f"{self.folder / COMMON_FILE} has {str(args)[:80]!r} ({type(args).__name__}) in place of the "
                 f"arguments. {OTHER_CHECKPOINT}"
             )
         return common
 
     def check_files(self) -> None:
-        """Read the small files, and compare the lengths of the others with what these say.
+        """Read the small files, and check the other files' sizes against them.
 
         Raises:
-            DataError: one is missing, cut, or of another format.
+            DataError: a file is missing, truncated, or has another format.
         """
         self.check_format()
         self.read_common()
@@ -128,10 +129,10 @@ class CheckpointReader(dcp.FileSystemReader):
                 raise DataError(f"{path} {has}; {TENSOR_FILE} puts tensors into its first {end}. {OTHER_CHECKPOINT}")
 
     def check_format(self) -> None:
-        """Check that ``metadata.json`` names the format that is read here.
+        """Check that ``metadata.json`` names the format ``torch_dist``.
 
         Raises:
-            DataError: it is damaged or names another.
+            DataError: it is damaged or names another format.
         """
         path = self.folder / FORMAT_FILE
         try:
@@ -160,10 +161,10 @@ class CheckpointReader(dcp.FileSystemReader):
             raise DataError(f"{path} does not list the tensors' files. {OTHER_CHECKPOINT}")
         for index, place in places.items():
             if not isinstance(index, MetadataIndex) or not isinstance(getattr(index, "fqn", None), str):
-                raise DataError(f"{path} has {str(index)[:80]!r} in the place of a tensor's name. {OTHER_CHECKPOINT}")
+                raise DataError(f"{path} has {str(index)[:80]!r} in place of a tensor's name. {OTHER_CHECKPOINT}")
             name = getattr(place, "relative_path", None)
             if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-                raise DataError(f"{path} puts {index.fqn} into {name!r}, which is no file of {self.folder}.")
+                raise DataError(f"{path} puts {index.fqn} into {name!r}, which is not a file of {self.folder}.")
             begin, length = getattr(place, "offset", None), getattr(place, "length", None)
             if type(begin) is not int or type(length) is not int:
                 raise DataError(f"{path} puts {index.fqn} at {begin!r}, {length!r} bytes. {OTHER_CHECKPOINT}")
@@ -172,7 +173,7 @@ class CheckpointReader(dcp.FileSystemReader):
                 raise DataError(f"{path}: {key} {problem}. {OTHER_CHECKPOINT}")
         return metadata
 
-    # What torch calls
+    # The interface that torch calls
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the file and offset of each tensor."""
@@ -181,17 +182,17 @@ class CheckpointReader(dcp.FileSystemReader):
         return self.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Check that there is what the load asks for; torch tells all ranks of an error here."""
+        """Check that the requested tensors exist; torch reports an error raised here to all ranks."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         for key, shape in sorted(self.expected_shapes.items()):
             entry = metadata.state_dict_metadata.get(key)
             if not isinstance(entry, TensorStorageMetadata):
-                raise DataError(f"{self.folder}: it has no tensor {key}, {list(shape)} by the flags")
+                raise DataError(f"{self.folder}: there is no tensor {key}, {list(shape)} by the flags")
             if tuple(entry.size) != shape:
                 raise DataError(f"{self.folder}: {key} is {list(entry.size)} there and {list(shape)} by the flags")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of a plan in the order of their bytes."""
+        """Read the items of a plan, file by file, in the order of their offsets."""
         places = [(self.storage_data[item.storage_index], item) for item in plan.items]
         files: dict[str, list[tuple[Any, ReadItem]]] = {}
         for place, item in sorted(places, key=lambda pair: (pair[0].relative_path, pair[0].offset)):
@@ -214,8 +215,8 @@ class CheckpointReader(dcp.FileSystemReader):
         planner: LoadPlanner,
         pool: concurrent.futures.Executor,
     ) -> None:
-        """Read items of one file; while a large piece is decoded, and the next one read, another thread compares its
-        digest.
+        """Read items of one file.  A thread of ``pool`` verifies the digest of a large piece while this one decodes it
+        and reads the next.
 
         Raises:
             DataError: the file is damaged.
@@ -223,7 +224,7 @@ class CheckpointReader(dcp.FileSystemReader):
         verdict: concurrent.futures.Future[None] | None = None
         last: tuple[int, Any] | None = None
         for place, item in items:
-            # Several items may be parts of one piece, next to each other in this order.
+            # Items that are parts of the same piece are adjacent in this order.
             if last is None or last[0] != place.offset:
                 data = self._read_piece(file, name, place, item)
                 if verdict is not None:
@@ -236,7 +237,7 @@ class CheckpointReader(dcp.FileSystemReader):
                     last = place.offset, self._decode(data, name, place, item)
                 except DataError:
                     if verdict is not None:
-                        verdict.result()  # says more than that it cannot be decoded
+                        verdict.result()  # a digest error is more specific than the decoding error
                     raise
             self._deliver(last[1], name, item, planner)
         if verdict is not None:
@@ -259,15 +260,15 @@ class CheckpointReader(dcp.FileSystemReader):
         if not 0 <= place.offset <= place.offset + place.length <= size:
             raise DataError(
                 f"{self.folder / name} has {size} bytes, and {key} would be the {place.length} at {place.offset}; the "
-                f"file is cut, or of another checkpoint. {OTHER_CHECKPOINT}"
+                f"file is truncated, or of another checkpoint. {OTHER_CHECKPOINT}"
             )
         return _read_at(file.fileno(), place.offset, place.length)
 
     def _decode(self, data: bytes, name: str, place: Any, item: ReadItem) -> Any:
-        """Return the tensor of a piece, or its bytes where it is an object."""
+        """Return a piece's tensor; for an object, its bytes, saved again from the safely loaded object."""
         key = item.storage_index.fqn
         if item.type is LoadItemType.BYTE_IO:
-            again = io.BytesIO()  # torch's planner runs what is in the bytes that it gets
+            again = io.BytesIO()  # torch's planner unpickles these bytes, so it must not get the file's own
             torch.save(load_torch(data, where=f"{self.folder / name}: {key}"), again)
             return again.getvalue()
         try:
@@ -310,7 +311,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 def _problem_with_entry(key: Any, entry: Any, places: Mapping[Any, Any]) -> str | None:
-    """Return what is wrong with what is said of a tensor or an object, as the end of a sentence, else None."""
+    """Return the problem with the metadata entry of a tensor or object, as the end of a sentence; None if it is valid."""
     if isinstance(key, str) and isinstance(entry, BytesStorageMetadata):
         return None if MetadataIndex(key) in places else "is in no file"
     if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata):
@@ -319,7 +320,7 @@ def _problem_with_entry(key: Any, entry: Any, places: Mapping[Any, Any]) -> str 
     size, properties, chunks = (getattr(entry, name, None) for name in ("size", "properties", "chunks"))
     dtype = getattr(properties, "dtype", None)
     if not _is_shape(size) or not isinstance(dtype, torch.dtype) or not isinstance(chunks, list):
-        return f"has the shape {str(size)[:80]}, the dtype {str(dtype)[:80]}, {str(chunks)[:80]} for chunks"
+        return f"has the shape {str(size)[:80]}, the dtype {str(dtype)[:80]}, and the chunks {str(chunks)[:80]}"
     num_elements = 0
     for chunk in chunks:
         offsets: Any = getattr(chunk, "offsets", None)
@@ -340,7 +341,7 @@ def _is_shape(value: Any) -> bool:
 
 
 def _read_at(descriptor: int, offset: int, length: int) -> bytes:
-    """Return bytes of a file; the system gives at most 2 GiB at a time."""
+    """Return bytes of a file; a system call reads at most 2 GiB."""
     parts = []
     while length > 0 and (part := os.pread(descriptor, length, offset)):
         parts.append(part)

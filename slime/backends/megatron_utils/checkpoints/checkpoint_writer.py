@@ -1,15 +1,15 @@
-"""Writing the files of a ``torch_dist`` checkpoint: while the caller waits, or in the background.
+"""Writes the files of a ``torch_dist`` checkpoint, while the caller waits or in the background.
 
     {folder}/__{rank}_{n}.distcp
     {folder}/.metadata        the file and offset of each tensor
     {folder}/common.pt        arguments, scheduler, counters
-    {folder}/digests.json     of all bytes, computed while they pass
-    {folder}/metadata.json    the format's name, last of all: a folder without it is no checkpoint
+    {folder}/digests.json     digests of all bytes, computed while writing
+    {folder}/metadata.json    the format's name, written last: a folder without it is not a checkpoint
 
-Each file is on disk before the next of this list is written.  A save that fails leaves no folder behind.
+Files are written in this order, each on disk before the next.  A failed save leaves no folder behind.
 
-megatron-core's own strategy forks writer processes and talks to them over queues of a spawned manager: seconds of
-start-up, and a wait without end when a writer dies.  Here megatron-core plans, torch's file-system writer writes, in
+megatron-core's own strategy forks writer processes and communicates over queues of a spawned manager, which takes
+seconds to start and hangs if a writer dies.  Here megatron-core plans, and torch's file-system writer writes in
 threads of this process.  The files are the same.
 """
 
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 WRITER_THREADS = 2
 
 Shards = dict[str, list[ShardedBase]]
-"""Tensors that this rank writes, by name on disk."""
+"""Shards that this rank writes, by name on disk."""
 
 
 def write_checkpoint(
@@ -73,17 +73,20 @@ def write_checkpoint(
 
     Args:
         state: sharded tensors and objects, and values that are equal on all ranks.
-        background: return at once; it writes what the tensors hold now.
+        background: copies the tensors and writes the copies in a thread; this function then returns early.
+        planner: moves tensors to the host; a :class:`HostPlanner` by default.
+        writer_threads: threads per rank.
+        resplit: changes which shards this rank writes.
 
     Raises:
-        DataError: the shards of the ranks do not make up whole tensors, or a rank could not write.
+        DataError: the ranks' shards do not make up whole tensors, or a rank could not write.
     """
     shards, common = _split(state)
     if resplit is not None:
         shards = resplit(shards)
     content = io.BytesIO()
     if dist.get_rank() == 0:
-        torch.save(common, content)  # now: the scheduler moves while a thread writes
+        torch.save(common, content)  # not in the thread: training changes the scheduler meanwhile
     if background is not None:
         background.start(shards, content.getvalue(), folder)
         return
@@ -96,7 +99,7 @@ def _split(state: dict[str, Any]) -> tuple[Shards, dict[str, Any]]:
     everyone = gather_objects([entry.without_data() for entry in nested_values(sharded)])
     verdict = ""
     try:
-        validate_sharding_integrity(everyone)  # looks on rank 0 only
+        validate_sharding_integrity(everyone)  # checks on rank 0 only
     except CheckpointingException as error:
         verdict = str(error)
     if verdict := object_of_first(verdict):
@@ -105,10 +108,10 @@ def _split(state: dict[str, Any]) -> tuple[Shards, dict[str, Any]]:
 
 
 class HostPlanner(MCoreSavePlanner):
-    """Gives torch's writer each tensor on the host when its turn to be written comes.
+    """Copies each tensor to the host when torch's writer is about to write it.
 
-    The writer keeps a tensor of each name until its file is complete; so the memory of a copy is taken back when the
-    thread that has written it asks for the next.
+    The writer keeps all tensors of a file until the file is complete.  To save memory, a copy's storage is freed when
+    the thread that wrote it requests the next tensor.
     """
 
     def __init__(self) -> None:
@@ -116,7 +119,7 @@ class HostPlanner(MCoreSavePlanner):
         self._written = threading.local()
 
     def resolve_data(self, write_item: Any) -> Any:
-        """Return the value to be written, which holds until this thread's next call."""
+        """Return the value to write, which is valid until this thread's next call."""
         if (copy := getattr(self._written, "copy", None)) is not None:
             copy.untyped_storage().resize_(0)
             self._written.copy = None
@@ -129,21 +132,21 @@ class HostPlanner(MCoreSavePlanner):
         return tensor
 
     def on_host(self, value: Tensor) -> Tensor:
-        """Return the tensor itself where it is on the host, else a copy in new memory."""
+        """Return the tensor if it is on the host, otherwise a copy in new host memory."""
         return value if value.is_cpu else value.detach().cpu()
 
 
 class _DigestedFiles(FileSystem):
-    """The files of one rank's part of a save, digested while they are written."""
+    """Writes one rank's files, and computes their digests while writing."""
 
     def __init__(self) -> None:
         self.pieces: dict[str, list[Piece]] = {}
         self.error: OSError | None = None
-        """The first error of the file system, of any thread."""
+        """The first file-system error of any thread."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a file to be written from its beginning."""
+        """Open a file; with mode "wb", compute digests of what is written."""
         if mode != "wb":
             with super().create_stream(path, mode) as plain:
                 yield plain
@@ -162,18 +165,18 @@ class _DigestedFiles(FileSystem):
             raise
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """Give a finished file another name."""
+        """Rename a finished file."""
         super().rename(path, new_path)
         self.pieces[Path(new_path).name] = self.pieces.pop(Path(path).name)
 
     def write_file(self, path: Path, content: bytes) -> None:
-        """Write a whole file; it is on disk then."""
+        """Write a whole file and sync it to disk."""
         with self.create_stream(path, "wb") as stream:
             stream.write(content)
 
 
 class _PieceMarks(_StorageWriterTransforms):
-    """Changes nothing in the bytes of a tensor; tells the file where it begins."""
+    """Marks where each tensor begins in its file; does not change the bytes."""
 
     def transform_save_stream(self, write_item: Any, raw_stream: Any) -> Any:
         """Return the stream to write the tensor to."""
@@ -182,25 +185,25 @@ class _PieceMarks(_StorageWriterTransforms):
 
 
 class _FileWriter(dcp.FileSystemWriter):
-    """torch's writer, with digests, and with the causes of what failed in its threads.
+    """torch's writer, extended with digests and with the causes of errors in its threads.
 
     Args:
         common: content of ``common.pt``, on rank 0.
     """
 
     def __init__(self, folder: Path, common: bytes, threads: int) -> None:
-        # No copying ahead: it would open a CUDA stream in a thread that knows no device.  No sync of torch's either,
-        # which would forget what is still in the buffer of the file; closing does it.
+        # No copying ahead: it would open a CUDA stream in a thread without a device.  No sync by torch, which would
+        # miss what is still in the file's buffer: closing the file syncs it.
         super().__init__(folder, thread_count=threads, sync_files=False, per_thread_copy_ahead=0)
         self.fs = self._files = _DigestedFiles()
         self.transforms = _PieceMarks()
         self._folder, self._common = folder, common
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write the plan's items; the last result is not torch's, but the digests."""
+        """Write the plan's items; the digests are appended to torch's results."""
         try:
             results = super().write_data(plan, planner).value()
-        except (OSError, RuntimeError) as error:  # torch's zip writer hides a full disk behind its own complaint
+        except (OSError, RuntimeError) as error:  # torch's zip writer hides a full disk behind an error of its own
             raise self._files.error or error from error
         if self._files.error is not None:
             raise self._files.error
@@ -211,7 +214,7 @@ class _FileWriter(dcp.FileSystemWriter):
         return done
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
-        """Write the files that complete the checkpoint; torch calls this on rank 0, and tells all of an error."""
+        """Write the files that complete the checkpoint; torch calls it on rank 0 and reports errors to all ranks."""
         pieces = {name: digests for rank in results for name, digests in rank.pop().items()}
         super().finish(metadata, results)
         self._files.write_file(self._folder / COMMON_FILE, self._common)
@@ -236,15 +239,15 @@ def _write(
     """Write all ranks' files, then those that complete the checkpoint.  Collective over ``group``.
 
     Raises:
-        DataError: on every rank; the folder is removed.
+        DataError: writing failed; raised on every rank, after the folder was removed.
     """
     writer = _FileWriter(folder, common, writer_threads)
     try:
         dcp.save(mcore_to_pyt_state_dict(shards, False), storage_writer=writer, planner=planner, process_group=group)
     except (CheckpointingException, dcp.api.CheckpointException, OSError, RuntimeError) as error:
         cause = first_cause(error)
-        if not isinstance(error, RuntimeError):  # which is the group's: a rank has died, or writes for too long
-            dist.barrier(group=group)  # no rank writes any more
+        if not isinstance(error, RuntimeError):  # a RuntimeError is the group's: a rank died or timed out
+            dist.barrier(group=group)  # afterwards no rank is writing
         if dist.get_rank(group) == 0:
             shutil.rmtree(folder, ignore_errors=True)
         if isinstance(cause, SlimeError):
@@ -267,15 +270,15 @@ def _reason(cause: BaseException) -> str:
 class BackgroundSave:
     """Writes one checkpoint at a time in a thread (``--async-save``).
 
-    Invariant: a checkpoint is published when both have happened, in whichever order: every rank's files are on disk,
-    and :meth:`publish` was called.  A run that dies before leaves the checkpoint before as the latest.
+    Invariant: a checkpoint is published once every rank's files are on disk and :meth:`publish` was called, in either
+    order.  If the run dies before that, the previous checkpoint stays the current one.
 
     Args:
-        publish: makes an iteration of a save folder the one that counts; called on rank 0.
+        publish: called on rank 0 with the save folder and the iteration to make current.
     """
 
     def __init__(self, publish: Callable[[str, int | str], None]) -> None:
-        """Make the writer.  Collective: its threads talk over a group that training does not use."""
+        """Create the writer.  Collective: its threads communicate over a group that training does not use."""
         self._group = init_file_group()
         self._publish = publish
         self._lock = threading.Lock()
@@ -285,7 +288,7 @@ class BackgroundSave:
         self._wanted: tuple[str, int | str] | None = None
 
     def start(self, shards: Shards, common: bytes, folder: Path) -> None:
-        """Copy ``shards`` to the host and begin to write them; the one before must be finished.  Collective."""
+        """Copy ``shards`` to the host and start writing them.  Collective; the previous save must be finished."""
         on_host = {key: [_on_host(entry) for entry in entries] for key, entries in shards.items()}
         self._is_written, self._wanted = False, None
         self._thread = threading.Thread(target=self._run, args=(on_host, common, folder), name="checkpoint writer")
@@ -306,7 +309,7 @@ class BackgroundSave:
             logger.info("checkpoint %s is on disk, %.1f s behind training", folder, time.monotonic() - start)
 
     def publish(self, save_dir: str, iteration: int | str) -> None:
-        """Let the checkpoint count as soon as it is on disk."""
+        """Publish the checkpoint as soon as it is on disk."""
         with self._lock:
             self._wanted = (save_dir, iteration)
             self._publish_if_due()
@@ -319,10 +322,10 @@ class BackgroundSave:
         self._wanted = None
 
     def wait(self) -> None:
-        """Wait until the files are on disk; returns at once when none are being written.
+        """Wait until the files are on disk; return immediately if none are being written.
 
         Raises:
-            DataError: they could not be written; the checkpoint does not count.
+            DataError: they could not be written; the checkpoint is not published.
         """
         if self._thread is not None:
             self._thread.join()
@@ -333,7 +336,7 @@ class BackgroundSave:
 
 
 def _on_host(entry: ShardedBase) -> ShardedBase:
-    """Return the entry with a copy of its tensor's present values."""
+    """Replace the entry's tensor by a host copy of its current values, and return the entry."""
     if isinstance(entry, ShardedTensor):
         entry.data = entry.data.detach().to("cpu", copy=True)
     return entry

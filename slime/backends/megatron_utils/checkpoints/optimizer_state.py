@@ -1,16 +1,16 @@
 """Optimizer state in checkpoints: one sharded tensor per model parameter and state, placed like the parameter.
 
-megatron-core 0.16.1 over ``torch.optim.AdamW`` (what it uses without TransformerEngine and Apex) cannot load the state
-that it saves: it puts ONE step counter into the state of all parameters, which AdamW then advances once a parameter
-(``distrib_optimizer.py:821``), and with several gradient buckets it writes shifted values (``:1474``).  So the state
-of the distributed optimizer is written and read here.  Since every tensor is stored whole and sliced on load, TP, PP,
-EP, DP, the bucket sizes and ``--optimizer-cpu-offload`` may change between save and load.  The tensors have the names
-of the wheel's ``fully_reshardable`` format: ``optimizer.state.{param, exp_avg, exp_avg_sq}.<parameter>``.
+megatron-core 0.16.1 over ``torch.optim.AdamW`` (its Adam without TransformerEngine and Apex) cannot load the state
+that it saves: it puts ONE step counter into the state of all parameters, which AdamW then advances once per parameter
+(``distrib_optimizer.py:821``), and with several gradient buckets it writes shifted values (``:1474``).  This module
+therefore writes and reads the state of the distributed optimizer.  Every tensor is stored whole and sliced on load, so
+TP, PP, EP, DP, the bucket sizes and ``--optimizer-cpu-offload`` may change between save and load.  The tensors have
+the names of the wheel's ``fully_reshardable`` format: ``optimizer.state.{param, exp_avg, exp_avg_sq}.<parameter>``.
 
     state = {"model": module.sharded_state_dict()}
     state["optimizer"] = optimizer_state(optimizer, state)       # collective
     ...
-    load_optimizer_state(optimizer, state, reader)               # collective; the weights are loaded before
+    load_optimizer_state(optimizer, state, reader)               # collective; load the weights first
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ STATE_NAMES = (MASTER, *MOMENTS)
 """Per parameter: the fp32 master weight and Adam's two moments."""
 
 GROUP_NUMBERS = ("lr", "weight_decay", "betas", "eps", "max_lr", "min_lr")
-"""Settings that a parameter group takes from a checkpoint; this run chooses the kernel."""
+"""Settings that a parameter group takes from a checkpoint.  The kernel choice (``fused``) stays this run's."""
 
 
 class Bucket(NamedTuple):
-    """One gradient bucket of a distributed optimizer: all ranks of the group hold an equal share of it."""
+    """One gradient bucket of a distributed optimizer.  All ranks of the group hold equal shares of it."""
 
     size: int
     device: torch.device
     ranges: dict[torch.nn.Parameter, slice]
-    """The elements of every parameter of the bucket, which may have padding between them."""
+    """The elements of each parameter in the bucket; there may be padding between parameters."""
     local: dict[torch.nn.Parameter, dict[str, Any]]
-    """Parameters of which this rank's share holds something -> the wheel's ranges of it."""
+    """Parameters that overlap this rank's share -> the wheel's ranges of the overlap."""
 
 
 def optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's sharded state for ``dist_checkpointing.save``.  Collective; the tensors are on the host.
 
     Args:
-        optimizer: what ``get_megatron_optimizer`` returned.
+        optimizer: the result of ``get_megatron_optimizer``.
         model_state: the sharded state of the *live* model; entries are matched by parameter identity.
     """
     members = parts_of(optimizer)
@@ -84,10 +84,10 @@ def load_optimizer_state(
 ) -> None:
     """Restore an optimizer from a checkpoint.  Collective.
 
-    The weights must have been loaded before: fp32 master weights are views of them.
+    Load the weights first: the master weights of fp32 parameters are views of them.
 
     Args:
-        keep_learning_rates: the bounds of the learning rate stay those of this run's flags.
+        keep_learning_rates: keep the learning-rate bounds of this run's flags.
 
     Raises:
         DataError: the checkpoint's parameter groups do not fit the optimizer's.
@@ -97,7 +97,7 @@ def load_optimizer_state(
     request: dict[str, Entry] = {}
     for member in members:
         request |= _request(member, entries)
-    # Each rank asks for the parameters it holds a part of, so "each tensor is asked for once" does not hold.
+    # Each rank requests every parameter that it holds a part of, so tensors are requested more than once.
     loaded = load_sharded({"optimizer": {"param_state": request}}, reader, validate_access_integrity=False)
     state = loaded["optimizer"]
     groups = list(_groups_in(state))
@@ -109,10 +109,10 @@ def load_optimizer_state(
 
 @torch.no_grad()
 def refresh_master_weights(optimizer: MegatronOptimizer) -> None:
-    """Copy the model's weights, freshly loaded, into the optimizer's fp32 masters."""
+    """Copy the model's freshly loaded weights into the optimizer's fp32 master weights."""
     for member in parts_of(optimizer):
         if isinstance(member.optimizer, HybridDeviceOptimizer):
-            # Its own way forgets the host copies of parameters that are fp32 in the model.
+            # reload_model_params skips the host copies of parameters that are fp32 in the model.
             for held, master in member.optimizer.param_to_inner_param.items():
                 if master is not held:
                     master.copy_(held)
@@ -123,7 +123,7 @@ def refresh_master_weights(optimizer: MegatronOptimizer) -> None:
 def own_tensors(optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
     """Return this rank's part of an optimizer as live tensors: master weights, moments, step counters.
 
-    Their names are the same for every optimizer of the same flags and layout.
+    Optimizers with the same flags and parallel layout have the same names.
     """
     return {
         f"optimizer.{number}.{bucket_number}.{place}.{name}": tensor
@@ -141,11 +141,11 @@ def _model_entries(model_state: dict[str, Any]) -> Entries:
 
 
 def buckets(member: DistributedOptimizer) -> Iterator[Bucket]:
-    """Yield the buckets of an optimizer in the order of its memory."""
+    """Yield the buckets of an optimizer in memory order."""
     for buffer, ranges in zip(member.buffers, member.gbuf_ranges, strict=True):
         (per_bucket,) = ranges.values()
         for index, (bucket, local) in enumerate(zip(buffer.buckets, per_bucket, strict=True)):
-            # The buffer's offsets include padding; relative to the bucket they are right on every rank.
+            # Offsets in the buffer include padding; relative to the bucket they are correct on every rank.
             whole = {
                 parameter: slice(start - bucket.offset, end - bucket.offset)
                 for parameter, (start, end, where) in buffer.param_index_map.items()
@@ -155,16 +155,16 @@ def buckets(member: DistributedOptimizer) -> Iterator[Bucket]:
 
 
 class LiveStates:
-    """The optimizer state of one member on this rank: flat slices of master weights and moments."""
+    """The optimizer state of one chained optimizer on this rank: flat slices of master weights and moments."""
 
     def __init__(self, member: DistributedOptimizer) -> None:
         self._hybrid = member.optimizer if isinstance(member.optimizer, HybridDeviceOptimizer) else None
-        # With --optimizer-cpu-offload there is a torch optimizer per parameter, over its copy on the host.
+        # With --optimizer-cpu-offload each parameter has its own torch optimizer, over its host copy.
         parts = self._hybrid.sub_optimizers if self._hybrid else [member.optimizer]
         self._home = {
             master: (part, group) for part in parts for group in part.param_groups for master in group["params"]
         }
-        # A group has the shards of fp32 parameters first, which megatron-core's own map does not know.
+        # Groups list the shards of fp32 parameters first, an order that megatron-core's own map does not reflect.
         self._held = {
             parameter: shard
             for ranges, group in zip(member.opt_group_ranges, member.optimizer.param_groups, strict=True)
@@ -174,16 +174,16 @@ class LiveStates:
         }
 
     def held(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return the slice that the distributed optimizer steps: with offload it is the model's own memory."""
+        """Return the slice that the distributed optimizer steps; with CPU offload this is the slice on the GPU."""
         return self._held[parameter]
 
     def tensors(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return the master weight and everything that its Adam keeps, as it is kept."""
+        """Return the master weight and its Adam state, in the dtypes in which they are kept."""
         master, _, state = self._state(parameter)
         return {MASTER: master, **state}
 
     def show(self, parameter: torch.nn.Parameter) -> None:
-        """Have the model's own memory follow a master weight that is a copy on the host."""
+        """With CPU offload, copy the master weight on the host to its slice on the GPU."""
         master, held = self._master(parameter), self.held(parameter)
         if held.data_ptr() != master.data_ptr():
             held.copy_(master)
@@ -196,7 +196,7 @@ class LiveStates:
         return adam.moment(master, name) if isinstance(adam, OwnAdam) else state[name]
 
     def write(self, parameter: torch.nn.Parameter, name: str, value: torch.Tensor) -> None:
-        """Store the master weight or a moment, given in fp32."""
+        """Set the master weight or a moment from fp32 values."""
         master, adam, state = self._state(parameter)
         if name == MASTER:
             master.copy_(value)
@@ -207,7 +207,7 @@ class LiveStates:
             state[name].copy_(value)
 
     def set_step(self, parameter: torch.nn.Parameter, step: float) -> None:
-        """Set the parameter's own step counter."""
+        """Set the step counter of one parameter."""
         self._state(parameter)[2]["step"].fill_(step)
 
     def _master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -217,7 +217,7 @@ class LiveStates:
     def _state(
         self, parameter: torch.nn.Parameter
     ) -> tuple[torch.Tensor, torch.optim.Optimizer, dict[str, torch.Tensor]]:
-        """Return the master weight, its Adam and the state there, made as at a first step where missing."""
+        """Return the master weight, its Adam and its state, which is created as in a first step if missing."""
         master = self._master(parameter)
         part, group = self._home[master]
         if isinstance(part, OwnAdam):
@@ -237,9 +237,12 @@ class LiveStates:
 
 
 def _groups_of_all_ranks(members: Sequence[DistributedOptimizer]) -> list[dict[str, Any]]:
-    """Gather every rank's parameter groups, each role once, with the step counter that all agree on.
+    """Gather the parameter groups of all ranks, each role once, with their common step counter.
 
-    A rank need not have them all: a pipeline stage may have no experts, or nothing that is trained.
+    A rank may lack some groups: a pipeline stage may have no experts, or no trained parameters.
+
+    Raises:
+        DataError: parameters have different step counters.
     """
     own = {
         "steps": set().union(*(LiveStates(member).steps() for member in members)),
@@ -263,18 +266,18 @@ def _role(group: dict[str, Any], ignored: tuple[str, ...] = ()) -> tuple[Any, ..
 
 
 def _groups_in(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the saved parameter groups, also where each chained optimizer has its own entry."""
+    """Yield the saved parameter groups, including those of chained optimizers with separate entries."""
     for part in (state, *(value for name, value in state.items() if name.isdigit())):
         yield from part.get("optimizer", {}).get("param_groups", [])
 
 
 def _slot(parameter: torch.nn.Parameter, name: str) -> str:
-    """Return a key for this process only.  On disk layers share a key and differ in the offset."""
+    """Return a key that is unique in this process; on disk, layers share a key and differ in the offset."""
     return f"{name}.{id(parameter)}"
 
 
 def _like(entry: Entry, name: str, data: torch.Tensor) -> Entry:
-    """Return the model's entry, renamed and filled with a state of the parameter."""
+    """Return the model's sharded entry of a parameter, renamed and filled with one of its optimizer states."""
     changes: dict[str, Any] = {"key": f"optimizer.state.{name}.{entry.key}", "data": data}
     if isinstance(entry, ShardedTensor):
         changes["dtype"] = data.dtype
@@ -302,7 +305,7 @@ def _member_tensors(member: DistributedOptimizer, entries: Entries) -> dict[str,
 
 
 def _request(member: DistributedOptimizer, entries: Entries) -> dict[str, Entry]:
-    """Empty tensors for the parameters of which this rank holds a part; each is read whole and sliced afterwards."""
+    """Return empty tensors for the parameters that this rank holds a part of; they are read whole and sliced later."""
     return {
         _slot(parameter, name): _like(entries[parameter], name, torch.empty(parameter.shape, dtype=torch.float32))
         for bucket in buckets(member)
@@ -337,7 +340,7 @@ def _restore_member(
 
 
 def _matching_group(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the saved group of the same role.  Experts have own groups only when EP or ETP exceeds one."""
+    """Return the saved group with the same role.  Experts have separate groups only if EP or ETP is above 1."""
     for ignored in ((), ("is_expert_parallel",)):
         for candidate in saved:
             if _role(candidate, ignored) == _role(group, ignored):

@@ -1,4 +1,4 @@
-"""State of a resumed run beside the weights: optimizer, schedule, random generators."""
+"""Loads the state of a resumed run other than the weights: optimizer, schedule, random generators."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def load_optimizer(
     optimizer: Any,
     opt_param_scheduler: Any,
 ) -> None:
-    """Load optimizer and schedule.  Collective; the weights are loaded before.
+    """Load optimizer and schedule.  Collective; load the weights first.
 
     Raises:
-        DataError: the checkpoint has none, or those of other parameters.
+        DataError: the checkpoint has no optimizer state, or that of other parameters.
     """
     if "optimizer" not in common:
         raise DataError(
@@ -47,18 +47,18 @@ def load_optimizer(
             "continue with a fresh optimizer."
         ) from error
     if opt_param_scheduler is not None:
-        # After the optimizer: both write the learning rate, and the scheduler has the last word.
+        # After the optimizer: both set the learning rate, and the scheduler must win.
         load_schedule(common, opt_param_scheduler)
 
 
 _NOT_IN_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
-"""Parts of a schedule that megatron-core's state of it leaves out."""
+"""Attributes of a schedule that megatron-core's ``state_dict`` leaves out."""
 _LENGTHS = {"lr_decay_steps": "lr_decay_style", "wd_incr_steps": "wd_incr_style"}
-"""Parts of a schedule without effect where another part of it is ``constant``."""
+"""Attributes of a schedule that have no effect if the style they map to is ``constant``."""
 
 
 def schedule_state(opt_param_scheduler: Any) -> dict[str, Any]:
-    """Return a whole schedule and the position on it."""
+    """Return the complete schedule and the current position on it."""
     return opt_param_scheduler.state_dict() | {name: getattr(opt_param_scheduler, name) for name in _NOT_IN_STATE}
 
 
@@ -69,11 +69,11 @@ def load_schedule(common: dict[str, Any], opt_param_scheduler: Any) -> None:
         saved = _flags_schedule(schedule_state(opt_param_scheduler), saved)
     vars(opt_param_scheduler).update({name: saved[name] for name in _NOT_IN_STATE if name in saved})
     opt_param_scheduler.load_state_dict(saved)
-    opt_param_scheduler.step(increment=0)  # it has set the decay of the first step before it took over the saved one
+    opt_param_scheduler.step(increment=0)  # applies the saved weight decay, which load_state_dict sets after its step
 
 
 def _flags_schedule(ours: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved position on the schedule of this run's flags; log how the saved schedule differs."""
+    """Return the schedule of this run's flags at the saved position; log how the saved schedule differs."""
     idle = {name for name, style in _LENGTHS.items() if ours[style] == saved.get(style) == "constant"}
     differing = [name for name in ours.keys() - idle - {"num_steps"} if saved.get(name, ours[name]) != ours[name]]
     if differing:
@@ -83,7 +83,7 @@ def _flags_schedule(ours: dict[str, Any], saved: dict[str, Any]) -> dict[str, An
 
 
 def load_generators(reader: CheckpointReader, common: dict[str, Any]) -> None:
-    """Load the random generators, where as many ranks saved them.
+    """Load the random generators if the checkpoint was saved by as many ranks; otherwise log a warning.
 
     Raises:
         DataError: they cannot be read.
@@ -121,7 +121,7 @@ def rng_state() -> ShardedObject:
 
 
 def set_generators(state: dict[str, Any]) -> None:
-    """Put every generator of this rank back into a saved state."""
+    """Restore every random generator of this rank."""
     random.setstate(state["random"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

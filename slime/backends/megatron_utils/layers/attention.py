@@ -1,10 +1,10 @@
-"""Causal attention over packed sequences: self-attention and core attention of our layer specs.
+"""Causal attention over packed sequences: the self-attention and core attention of our layer specs.
 
 Shapes: t = tokens of this rank, h = heads of this rank, d = head dimension; "thd" is [t, h, d] with the sequences of a
-micro-batch one after the other, and "sbhd" the padded [s, b, h, d].
+micro-batch concatenated, and "sbhd" is the padded [s, b, h, d].
 
-On CUDA in bf16 or fp16 the sequences go through one flash kernel; otherwise (CPU, fp32, heads wider than 256, or
-``--attention-backend unfused``) each goes through torch's scaled-dot-product attention (:mod:`.attention_kernels`).
+On CUDA in bf16 or fp16 one flash kernel runs over all sequences; otherwise (CPU, fp32, heads wider than 256, or
+``--attention-backend unfused``) torch's scaled-dot-product attention runs over each one (:mod:`.attention_kernels`).
 Softmax with a sink: :mod:`.sink_attention`.  With context parallelism a rank has two chunks of every sequence:
 :func:`zigzag_attention`.
 """
@@ -51,9 +51,9 @@ cpu_platform.mend_missing_transformer_engine()
 class PackedAttention(MegatronModule):
     """softmax(q k^T * scale + causal mask) v, within each packed sequence.
 
-    Every query sees the keys of its own sequence up to its own position, whatever the packing and the layout; in a
-    layer with a window (``--window-size LEFT,0``, ``--window-attn-skip-freq``) its own and the LEFT before it.  With
-    ``--softmax-type learnable`` each head has a sink: its own logit in the softmax's denominator.
+    Every query sees the keys of its own sequence up to its own position, whatever the packing and the layout.  In a
+    layer with a window (``--window-size LEFT,0``, ``--window-attn-skip-freq``) it sees its own key and the LEFT keys
+    before it.  With ``--softmax-type learnable`` each head has a sink: a learned logit in the softmax's denominator.
     """
 
     def __init__(
@@ -65,20 +65,22 @@ class PackedAttention(MegatronModule):
         k_channels: int | None = None,
         **_: Any,
     ) -> None:
-        """Take what megatron-core passes to any core attention; ``k_channels`` is set by multi-latent attention."""
+        """Build with the arguments that megatron-core passes to a core attention; ``k_channels`` is the key width of
+        multi-latent attention.
+        """
         super().__init__(config=config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = pg_collection.cp
         self.tp_group = pg_collection.tp
         self.softmax_offset: torch.nn.Parameter | None
-        """Sinks of this rank's heads, [h]; named as megatron-core names them."""
+        """Sinks of this rank's heads, [h]; megatron-core's name for them."""
         has_sinks = config.softmax_type == "learnable"
         self.register_parameter("softmax_offset", make_sinks(config, self.tp_group) if has_sinks else None)
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
         is_local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if is_local else None
-        """Keys that a query sees, its own among them; None for all."""
+        """Number of keys that a query sees, including its own; None for all."""
         self.is_unfused = config.attention_backend in (AttnBackend.unfused, AttnBackend.local)
 
     def sharded_state_dict(
@@ -87,7 +89,7 @@ class PackedAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the sinks, cut by heads, as entries of a checkpoint; nothing where there are none."""
+        """Return the sinks, sharded by heads, as checkpoint entries; empty without sinks."""
         state = self.state_dict(prefix="", keep_vars=True)
         group = (metadata or {}).get("dp_cp_group")
         cut = {"softmax_offset": 0}
@@ -109,7 +111,7 @@ class PackedAttention(MegatronModule):
 
         Args:
             query, key, value: [t, h, d] when packed, else [s, b, h, d]; keys may have fewer heads (GQA).
-            packed_seq_params: lengths over all context-parallel ranks (each a multiple of 2 * cp when cp > 1).
+            packed_seq_params: lengths over all context-parallel ranks (each a multiple of 2 * cp if cp > 1).
 
         Returns:
             [t, 1, h * d] when packed, else [s, b, h * d].
@@ -126,7 +128,7 @@ class PackedAttention(MegatronModule):
         return out.reshape(batch, length, -1).transpose(0, 1).contiguous()
 
     def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, cu: Tensor, max_length: int) -> Tensor:
-        """Map [t, h, d] inputs to [t, h, d_v]; ``cu`` are the cumulative full lengths."""
+        """Map [t, h, d] inputs to [t, h, d_v]; ``cu`` has the cumulative lengths of the whole sequences."""
         cp = CPRank(self.cp_group.rank(), self.cp_group.size())
         if cp.size == 1:
             return self._attend(query, key, value, cu, cu, max_length, max_length)
@@ -135,7 +137,7 @@ class PackedAttention(MegatronModule):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int
     ) -> Tensor:
-        """Attend causally in packed sequences whose last query is at their last key."""
+        """Attend causally in packed sequences, each with its last query at the position of its last key."""
         sinks = self.softmax_offset
         is_served = query.dtype in (torch.bfloat16, torch.float16) and query.size(-1) <= MAX_FLASH_WIDTH
         if query.is_cuda and is_served and not self.is_unfused:
@@ -152,34 +154,35 @@ class PackedAttention(MegatronModule):
 
 # Context parallelism: each rank has two chunks of every sequence.
 #
-# A sequence of length L is cut into 2 cp chunks of c = L / (2 cp) tokens: rank r has the chunks r and
-# 2 cp - 1 - r, so that all ranks have the same work ("zigzag"; the load balance of Llama 3, arXiv 2407.21783, 3.3.2).
-# Keys and values of all ranks are gathered.  Both chunks end where their visible keys end, so a rank's chunks are 2 S
-# ordinary causal problems of one packed call: queries as they are, and a copy of the keys that each chunk sees.
+# A sequence of length L is cut into 2 cp chunks of c = L / (2 cp) tokens.  Rank r has the chunks r and 2 cp - 1 - r,
+# so that all ranks have the same work ("zigzag"; the load balancing of Llama 3, arXiv 2407.21783, 3.3.2).  Keys and
+# values are all-gathered.  The keys visible to a chunk end where the chunk ends, so a rank's chunks are 2 S ordinary
+# causal problems in one packed call: the queries as they are, and for each chunk a copy of the keys that it sees.
 #
 # Shapes: S = sequences of the micro-batch, t = tokens of this rank (t = sum of 2 c), h = heads, d = head dimension,
 # K = (2 cp + 1) t / 2 key rows that the rank's chunks see together.
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
-"""(query, key, value, cu_q, cu_k, max_q, max_k) to the output, every query block at the end of its keys."""
+"""(query, key, value, cu_q, cu_k, max_q, max_k) -> output; each block of queries is aligned with the end of its keys.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ZigzagPlan:
-    """The gathered rows that each chunk of a rank attends to.  The same for all layers of a micro-batch."""
+    """The gathered rows that each chunk of a rank attends to, shared by all layers of a micro-batch."""
 
     cu_q: Tensor
-    """int32 [2 S + 1], cumulative lengths of the chunks in the order in which they lie."""
+    """int32 [2 S + 1], cumulative lengths of the chunks, in the order of this rank's tokens."""
     cu_k: Tensor
-    """int32 [2 S + 1], cumulative numbers of the keys that they see."""
+    """int32 [2 S + 1], cumulative numbers of keys that the chunks see."""
     keys_K: RowCopies
-    """Those keys, copied from the rows that all ranks gathered."""
+    """These keys, as copies of the gathered rows."""
 
     @classmethod
     def build(cls, cu: Tensor, num_local: int, cp: CPRank) -> ZigzagPlan:
-        """Build the plan from cumulative full lengths [S + 1], each a multiple of 2 cp, without waiting for the
-        device.
+        """Build the plan from the cumulative lengths [S + 1] of whole sequences, each a multiple of 2 cp, without
+        synchronizing with the device.
         """
         chunk_S = cu.diff().long() // (2 * cp.size)
         seen = torch.tensor([cp.rank + 1, 2 * cp.size - cp.rank], device=cu.device)
@@ -199,7 +202,7 @@ class ZigzagPlan:
 
 
 _PLANS = WeakTensorKeyDictionary()
-"""Plan of each micro-batch by its cumulative lengths: made in its first layer, used by the others and by recompute."""
+"""Plans by cumulative lengths: the first layer of a micro-batch builds it for the other layers and recomputation."""
 
 
 def _plan_of(cu: Tensor, num_local: int, cp: CPRank) -> ZigzagPlan:
@@ -219,12 +222,12 @@ def zigzag_attention(
     cp_group: torch.distributed.ProcessGroup,
     cp: CPRank,
 ) -> Tensor:
-    """Attend from this rank's chunks of every sequence to all earlier keys; gradients of keys go to their ranks.
+    """Attend from this rank's chunks of every sequence to all earlier keys on any rank; differentiable.
 
     Args:
         query, key, value: [t, h, d] of this rank; keys may have fewer heads.
-        cu: [S + 1] cumulative full lengths, each a multiple of 2 cp.
-        max_length: no sequence is longer.
+        cu: [S + 1] cumulative lengths of whole sequences, each a multiple of 2 cp.
+        max_length: an upper bound on the length of a sequence.
 
     Returns:
         [t, h, d_v].
@@ -242,12 +245,12 @@ def zigzag_attention(
 
 
 class PackedSelfAttention(SelfAttention):
-    """Self-attention that rotates queries and keys itself; the base class gets no angles, so it rotates nothing."""
+    """Self-attention that applies the rotary embedding itself; the base class gets no angles and rotates nothing."""
 
     tables_name = "rotary_tables"
-    """Key of the cached tables of a micro-batch; layers with other angles have another one."""
+    """Key of a micro-batch's cached tables; layers with other angles need another key."""
     _tables: RotaryTables | None = None
-    """Tables of the micro-batch in this forward call; None outside of one."""
+    """Tables of the current forward call's micro-batch; None outside of a call."""
 
     def forward(
         self,
@@ -258,7 +261,7 @@ class PackedSelfAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as the base class does, and rotate packed queries and keys here."""
+        """Run the base class's attention, with packed queries and keys rotated here."""
         skips = self.config.no_rope_freq
         freqs = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
         if packed_seq_params is None or freqs is None or (skips and skips[self.layer_number - 1]):
@@ -282,8 +285,8 @@ class PackedSelfAttention(SelfAttention):
             self._tables = None
 
     def get_query_key_value_tensors(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        """Return query, key, value (and gate), [t, 1, heads, head dimension], rotated when a forward call asks
-        for it.
+        """Return query, key, value (and gate), [t, 1, heads, head dimension]; query and key are rotated if the current
+        forward call has tables.
         """
         query, key, *others = super().get_query_key_value_tensors(*args, **options)
         if self._tables is not None:

@@ -1,7 +1,7 @@
 """Kernels of causal attention over packed sequences, and the choice of a flash kernel.
 
-Shapes: t = tokens of all sequences, h = heads, d = head dimension; queries, keys and values are [t, h, d], with fewer
-heads of keys and values for grouped queries.  The last query of a sequence is at its last key.
+Shapes: t = tokens of all sequences, h = heads, d = head dimension.  Queries, keys and values are [t, h, d]; with
+grouped queries, keys and values have fewer heads.  The last query of a sequence is at the position of its last key.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def per_sequence_attention(
     """Attend one sequence at a time, on any device and in any dtype."""
     pieces = []
     if query.is_cuda and query.size(-1) > MAX_FLASH_WIDTH and sinks is None:
-        # torch's kernel for wide heads wants as many of keys; else the whole square of scores is made.
+        # torch's kernel for wide heads needs equally many key heads; without it the full score matrix is materialized.
         key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
     for q, k, v in zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True):
         num_q, num_k = q.size(0), k.size(0)
@@ -65,11 +65,11 @@ def per_sequence_attention(
 
 
 MAX_FLASH_WIDTH = 256
-"""Of a head, in the flash kernels."""
+"""Largest head dimension that the flash kernels support."""
 
 
 class FlashKernel(Protocol):
-    """Attention in all sequences by one kernel; CUDA, bf16 or fp16.  No synchronisation with the host."""
+    """Attention over all sequences in one kernel; CUDA, bf16 or fp16.  Does not synchronize with the host."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
@@ -89,17 +89,16 @@ def varlen_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Attend in all sequences by the flash kernel that is faster for these heads; CUDA, bf16 or fp16.
+    """Attend over all sequences with the faster flash kernel for this head shape; CUDA, bf16 or fp16.
 
-    The first call for a shape of heads tries the kernels, which takes up to half a minute where one is compiled.  What
-    was compiled is kept in ``SLIME_CACHE_DIR``.
-    Later calls do not synchronise with the host.
+    The first call for a head shape times the kernels, which takes up to half a minute if one must be compiled.
+    Compiled kernels are cached in ``SLIME_CACHE_DIR``.  Later calls do not synchronize with the host.
 
     Args:
         query, key, value: [t, h, d].
         cu_q, cu_k: int32 [sequences + 1], cumulative numbers of queries and keys.
-        max_q, max_k: the longest of each.
-        window: keys that a query sees, its own among them; None for all.
+        max_q, max_k: the most queries and keys in a sequence.
+        window: number of keys that a query sees, including its own; None for all.
     """
     shape = HeadShape(query.size(1), key.size(1), query.size(2), value.size(2), query.dtype, window)
     kernel = faster_kernel(shape, query.device)
@@ -110,10 +109,10 @@ def torch_flash(
     query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
     scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Attend by torch's own kernel (FlashAttention-2, arXiv 2307.08691), which every CUDA build has."""
+    """Attend with torch's kernel (FlashAttention-2, arXiv 2307.08691), which every CUDA build has."""
     attend, knows_gqa = _torch_varlen()
     width, value_width = query.size(-1), value.size(-1)
-    # The kernel wants one head dimension: multi-latent attention has values narrower (or wider) than keys.
+    # The kernel needs one head dimension, but in multi-latent attention values are narrower (or wider) than keys.
     padded = max(width, value_width)
     if width < padded:
         query, key = F.pad(query, (0, padded - width)), F.pad(key, (0, padded - width))
@@ -130,7 +129,7 @@ def torch_flash(
 
 @functools.cache
 def _torch_varlen() -> tuple[Any, bool]:
-    """Return torch's varlen attention, and True when it has the argument enable_gqa (torch 2.13; 2.11 infers it)."""
+    """Return torch's varlen attention, and whether it has the argument enable_gqa (torch 2.13; 2.11 infers it)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -140,7 +139,7 @@ def flash_attn_4(
     query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
     scale: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """Attend by the package flash-attn-4, which SGLang brings along on GPUs: kernels for Hopper and Blackwell."""
+    """Attend with flash-attn-4, kernels for Hopper and Blackwell in a package that SGLang installs on GPUs."""
     from flash_attn.cute import flash_attn_varlen_func
 
     out = flash_attn_varlen_func(
@@ -148,16 +147,16 @@ def flash_attn_4(
         softmax_scale=scale, causal=window is None,
         window_size=(None, None) if window is None else (window - 1, 0),
     )  # fmt: skip
-    return out[0] if isinstance(out, tuple) else out  # the second is the log of the softmax's denominator
+    return out[0] if isinstance(out, tuple) else out  # a tuple also has the log-sum-exp
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The sizes and the dtype that decide which flash kernel is faster."""
+    """The sizes and the dtype that determine which flash kernel is faster."""
 
     heads: int
     groups: int
-    """Heads of keys and values."""
+    """Number of key and value heads."""
     width: int
     value_width: int
     dtype: torch.dtype
@@ -165,7 +164,7 @@ class HeadShape:
 
 
 MAX_ERROR = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
-"""Relative distance to fp64 of output and gradients, above which a kernel is not used."""
+"""Largest relative error of output and gradients, against fp64, with which a kernel is used."""
 CHECKED_QUERIES, CHECKED_KEYS = [1, 350, 33, 129], [1, 700, 33, 129]
 TIMED_LENGTH, TIMED_RUNS = 8192, 5
 _FLASH_ATTN_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
@@ -173,20 +172,20 @@ _FLASH_ATTN_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 
 @functools.cache
 def faster_kernel(shape: HeadShape, device: torch.device) -> FlashKernel:
-    """Return the flash kernel for these heads: flash-attn-4 where it is installed, right and faster, else torch's.
+    """Return the flash kernel for this head shape: flash-attn-4 if it is installed, correct and faster, else torch's.
 
-    It is right when output and gradients are near those of fp64, in sequences with as many queries as keys and with
-    fewer.  Rank 0 logs the choice.  Torch's is taken where algorithms must be deterministic.
+    It is correct if its output and gradients are close to those in fp64, for sequences with as many queries as keys
+    and for sequences with fewer.  Rank 0 logs the choice.  Torch's kernel is used if algorithms must be deterministic.
     """
     if torch.are_deterministic_algorithms_enabled() or not _has_flash_attn_4():
         return torch_flash
     try:
         error, bound = kernel_error(flash_attn_4, shape, device), MAX_ERROR[shape.dtype]
-        if not error <= bound:  # NaN is no agreement
+        if not error <= bound:  # also rejects NaN
             raise RuntimeError(f"its output or gradients are {error:.1e} from fp64, at most {bound:g} is allowed")
         new_ms, old_ms = (kernel_ms(kernel, shape, device) for kernel in (flash_attn_4, torch_flash))
-    except Exception as failure:  # a kernel compiler of another project: each of its errors means torch's kernel
-        _log(f"Attention of {shape}: torch's FlashAttention-2; flash-attn-4 does not serve it: {str(failure)[:300]}")
+    except Exception as failure:  # errors of a third-party kernel compiler: any of them means torch's kernel
+        _log(f"Attention of {shape}: torch's FlashAttention-2; flash-attn-4 cannot run it: {str(failure)[:300]}")
         return torch_flash
     chosen, name = (flash_attn_4, "flash-attn-4") if new_ms < old_ms else (torch_flash, "torch's FlashAttention-2")
     _log(
@@ -197,12 +196,12 @@ def faster_kernel(shape: HeadShape, device: torch.device) -> FlashKernel:
 
 
 def _has_flash_attn_4() -> bool:
-    # Read when the package is imported.  By default it compiles again in every process.
+    # The package reads these on import.  By default every process compiles again.
     cache = {f"{_FLASH_ATTN_CACHE}_ENABLED": "1", f"{_FLASH_ATTN_CACHE}_DIR": str(env.cache_dir() / "flash_attention")}
     env.export({name: value for name, value in cache.items() if env.get_str(name) is None})
     try:
         return importlib.util.find_spec("flash_attn.cute") is not None
-    except ImportError:  # there is no flash_attn, or an older one that does not load
+    except ImportError:  # flash_attn is not installed, or an older version that does not load
         return False
 
 
@@ -212,7 +211,7 @@ def _log(line: str) -> None:
 
 
 def kernel_error(kernel: FlashKernel, shape: HeadShape, device: torch.device) -> float:
-    """Return the largest relative distance to fp64 of a kernel's output and its three gradients."""
+    """Return the largest relative error, against fp64, of a kernel's output and its three gradients."""
     (query, key, value), output_grad, cu_q, cu_k = _random_case(shape, CHECKED_QUERIES, CHECKED_KEYS, device)
     inputs = query, key, value
     scale = shape.width**-0.5
@@ -229,7 +228,7 @@ def kernel_error(kernel: FlashKernel, shape: HeadShape, device: torch.device) ->
 
 
 def kernel_ms(kernel: FlashKernel, shape: HeadShape, device: torch.device) -> float:
-    """Return the milliseconds of forward and backward over one sequence of ``TIMED_LENGTH`` tokens, the median."""
+    """Return the median milliseconds of forward and backward over one sequence of ``TIMED_LENGTH`` tokens."""
     length = TIMED_LENGTH
     (query, key, value), output_grad, cu, _ = _random_case(shape, [length], [length], device)
     times = []
@@ -248,8 +247,8 @@ def kernel_ms(kernel: FlashKernel, shape: HeadShape, device: torch.device) -> fl
 def _random_case(
     shape: HeadShape, lengths_q: list[int], lengths_k: list[int], device: torch.device
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Return query, key and value, a gradient of the output, and cumulative lengths."""
-    generator = torch.Generator(device).manual_seed(0)  # the job's own stream of random numbers stays where it is
+    """Return query, key and value, a gradient of the output, and cumulative lengths of queries and keys."""
+    generator = torch.Generator(device).manual_seed(0)  # leaves the job's random state alone
 
     def random(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator, device=device).to(shape.dtype)

@@ -1,7 +1,7 @@
-"""The experts of one layer, stacked: one parameter per matrix holds all experts of this rank.
+"""The stacked experts of one layer: one parameter per matrix holds all experts of this rank.
 
-Takes the place of megatron-core's ``TEGroupedMLP`` (which needs TransformerEngine) and ``SequentialMLP`` (one module
-per expert) as the ``experts`` of its ``MoELayer``, and writes checkpoints under the names that both of them write.
+They replace megatron-core's ``TEGroupedMLP`` (which needs TransformerEngine) and ``SequentialMLP`` (one module per
+expert) as the ``experts`` of its ``MoELayer``, and write checkpoints under the names that both of them use.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Offsets = tuple[tuple[int, int, int], ...]
 
 
 class StackedLinear(torch.nn.Module):
-    """One matrix of every expert of this rank: ``weight`` [E_local, out, in], cut along one of the last two axes.
+    """One matrix of every expert of this rank: ``weight`` [E_local, out, in], sharded along one of the last two axes.
 
-    With biases, ``bias`` [E_local, out] is held here too, and added by :class:`StackedExperts`.
+    With biases it also holds ``bias`` [E_local, out], which :class:`StackedExperts` adds.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class StackedLinear(torch.nn.Module):
         is_gated: bool,
         init_method: Callable[[Tensor], Any],
     ) -> None:
-        """Create and initialise the parameters.
+        """Create and initialize the parameters.
 
         Args:
-            split_axis: 1 cuts the outputs over the expert-tensor-parallel ranks, 2 the inputs.
-            is_gated: the outputs are gates, then ups; each rank holds its part of both.
+            split_axis: 1 shards the outputs over the expert-tensor-parallel ranks, 2 the inputs.
+            is_gated: the outputs are gate, then up projections; each rank holds its part of both.
             init_method: fills an [out, in] matrix.
         """
         super().__init__()
@@ -64,15 +64,16 @@ class StackedLinear(torch.nn.Module):
         factory = cpu_platform.of_new_parameters(config)
         weight: Any = torch.nn.Parameter(torch.empty(shape, **factory))
         set_tensor_model_parallel_attributes(weight, True, split_axis, 2 if is_gated else 1)
-        # Gradients of experts are averaged over the ranks that hold the same experts, which are those of other
-        # parameters only where both are cut alike: with fewer cuts, tensor-parallel ranks hold the same experts too.
+        # Gradients of experts are averaged over the ranks that hold the same experts.  They are the ranks of dense
+        # parameters only if both are sharded alike: with a smaller expert-tensor-parallel size, several
+        # tensor-parallel ranks hold the same experts.
         weight.allreduce = groups.ep.size() == 1 and groups.expt_tp.size() == config.tensor_model_parallel_size
         weight.is_stacked_experts = True
         self.weight: torch.nn.Parameter = weight
         bias: Any = None
         if config.add_bias_linear:
             bias = torch.nn.Parameter(torch.zeros(num_experts, out_features, **factory))
-            # Cut into one part: megatron-core counts what is not cut on the first tensor-parallel rank alone.
+            # Marked as sharded: megatron-core counts unsharded parameters only on the first tensor-parallel rank.
             set_tensor_model_parallel_attributes(bias, True, 1, 2 if is_gated else 1)
             bias.allreduce, bias.is_stacked_experts = weight.allreduce, True
         self.bias: torch.nn.Parameter | None
@@ -82,7 +83,7 @@ class StackedLinear(torch.nn.Module):
         if config.use_cpu_initialization:
             self._initialize_whole(out_features, in_features, init_method)
         else:
-            # The tracker's state differs from rank to rank.
+            # The tracker's state differs between ranks.
             with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()), torch.no_grad():
                 for matrix in self.weight:
                     init_method(matrix)
@@ -93,13 +94,13 @@ class StackedLinear(torch.nn.Module):
 
     @torch.no_grad()
     def _initialize_whole(self, out_features: int, in_features: int, init_method: Callable[[Tensor], Any]) -> None:
-        """Draw each expert's whole matrix from its own seed: the same in every layout."""
-        seed = int(torch.randint(2**40, ()))  # one draw from the generator that all these ranks share
+        """Initialize each expert's whole matrix from its own seed, so that it is the same in every parallel layout."""
+        seed = int(torch.randint(2**40, ()))  # equal on all these ranks, whose generators have the same state
         first = self.groups.ep.rank() * self.weight.size(0)
         rank, parts = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
         for index, matrix in enumerate(self.weight):
             with torch.random.fork_rng(devices=[]):
-                # torch.manual_seed would seed the GPUs' generators too, which nothing puts back.
+                # torch.manual_seed would also seed the GPUs' generators, which fork_rng does not restore here.
                 torch.default_generator.manual_seed(seed + first + index)
                 whole = torch.empty(out_features, in_features, dtype=torch.float32)
                 init_method(whole)
@@ -107,9 +108,9 @@ class StackedLinear(torch.nn.Module):
             matrix.copy_(torch.cat([half.chunk(parts, dim=self.split_axis - 1)[rank] for half in halves]))
 
     def add_bias(self, y: Tensor, tokens_per_expert: Tensor, probs: Tensor | None = None) -> Tensor:
-        """Return y [T, out] plus the bias of each row's expert, times ``probs`` [T, 1]; y where there are no biases.
+        """Return y [T, out] plus the bias of each row's expert times ``probs`` [T, 1]; without biases return y.
 
-        A matrix product with one-hot rows: its gradient is summed in fp32 and in a fixed order.
+        Computed as a matrix product with one-hot rows, whose gradient is summed in fp32 in a fixed order.
         """
         if self.bias is None:
             return y
@@ -122,7 +123,7 @@ class StackedLinear(torch.nn.Module):
         """Return the parameters as this rank's part of the tensors [.., experts, out, in] and, with biases,
         [.., experts, out] of a checkpoint, ``{prefix}weight`` and ``{prefix}bias``.
 
-        ``sharded_offsets`` (the layer, where layers are stacked too) are axes in front of these.
+        ``sharded_offsets`` (the layer, if layers are stacked too) describe axes in front of these.
         """
         front = len(sharded_offsets)
         expert_axis = (front, self.groups.ep.rank(), self.groups.ep.size())
@@ -133,9 +134,9 @@ class StackedLinear(torch.nn.Module):
                 key, tensor, *sharded_offsets, expert_axis, *cut, replica_id=replica_id, prepend_axis_num=front
             )
 
-        # (pipeline, tensor, data): only the first of the data-parallel copies is written.
+        # (pipeline, tensor, data): only the first data-parallel replica is written.
         replica_id = (0, 0, self.groups.expt_dp.rank())
-        weight = self._parameters["weight"]  # self.weight may be a rounded one
+        weight = self._parameters["weight"]  # self.weight may be a rounded copy
         assert weight is not None
         key, cut = f"{prefix}weight", (front + self.split_axis, rank, parts)
         state: ShardedState = {}
@@ -157,9 +158,11 @@ def gate_up_entry(
     *,
     dim: int,
 ) -> ShardedTensorFactory:
-    """Return the entry of a tensor that holds gates and then, along ``dim``, ups, each of them cut over the ranks.
+    """Return the checkpoint entry of a tensor that concatenates gate and up projections along ``dim``, each sharded
+    over the ranks.
 
-    ``cut`` is axis on disk, rank and number of ranks; ``entry`` makes half an entry from key, tensor, replica, cut.
+    ``cut`` is (axis on disk, rank, number of ranks); ``entry`` builds the entry of one half from key, tensor, replica
+    and cut.
     """
     axis, rank, parts = cut
 
@@ -177,7 +180,7 @@ def gate_up_entry(
 
 
 class StackedExperts(MegatronModule):
-    """Two matrices per expert with an activation between, weighted by the router's probabilities."""
+    """Two matrices per expert with an activation in between; outputs are weighted by the router's probabilities."""
 
     def __init__(
         self,
@@ -186,10 +189,10 @@ class StackedExperts(MegatronModule):
         submodules: Any = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Build the experts; the signature is megatron-core's, and there are no submodules to choose."""
+        """Build the experts.  The signature is megatron-core's; ``submodules`` is ignored."""
         super().__init__(config=config)
         assert pg_collection is not None
-        # The flags' check says so to users: a bias would be added by each of the ranks that share an expert.
+        # Each rank that shares an expert would add the bias; the check of the flags reports this to users.
         assert not config.add_bias_linear or pg_collection.expt_tp.size() == 1
         self.num_local_experts = num_local_experts
         hidden_size, ffn = config.hidden_size, config.moe_ffn_hidden_size
@@ -227,8 +230,8 @@ class StackedExperts(MegatronModule):
             probs: [T] weight of each row.
 
         Returns:
-            [T, hidden], and the None that megatron-core's experts return as bias.  With expert tensor parallelism
-            each rank gives its summand; the token dispatcher adds them.
+            [T, hidden], and None in place of the bias that megatron-core's experts return.  With expert tensor
+            parallelism these are partial sums, which the token dispatcher adds up.
         """
         probs = probs.unsqueeze(-1)
         if self.config.moe_apply_probs_on_input:
@@ -245,11 +248,11 @@ class StackedExperts(MegatronModule):
         return self.linear_fc2.add_bias(output, tokens_per_expert, probs), None
 
     def activation(self, x: Tensor, probs: Tensor) -> Tensor:
-        """Map [T, gates and ups] to [T, ffn], times [T, 1] probabilities, in the dtype of ``x``."""
+        """Map [T, gate and up] to [T, ffn], times the probabilities [T, 1], in the dtype of ``x``."""
         config = self.config
         is_plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0.0
         if config.gated_linear_unit and config.activation_func is F.silu and is_plain:
-            # Keeps only its input for the backward pass; multiplies in the dtype of the probabilities (fp32).
+            # Saves only its input for the backward pass, and multiplies in the dtype of the probabilities (fp32).
             return weighted_bias_swiglu_impl(x, None, probs, config.activation_func_fp8_input_store)
         if config.gated_linear_unit:
             gate, up = x.chunk(2, dim=-1)
@@ -261,7 +264,7 @@ class StackedExperts(MegatronModule):
         return (activated * probs).to(x.dtype)
 
     def backward_dw(self) -> None:
-        """Do nothing: weight gradients are computed with the others."""
+        """Do nothing: weight gradients are not delayed."""
 
     def sharded_state_dict(
         self,
@@ -269,8 +272,8 @@ class StackedExperts(MegatronModule):
         sharded_offsets: Offsets = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedState:
-        """Return the parameters under ``{prefix}experts.linear_fc{1,2}.weight``, of whole shape [.., experts, out,
-        in], and ``.bias``, [.., experts, out].
+        """Return the parameters as ``{prefix}experts.linear_fc{1,2}.weight``, global shape [.., experts, out, in], and
+        ``.bias``, [.., experts, out].
         """
         state: ShardedState = {}
         for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
@@ -283,16 +286,16 @@ class StackedExperts(MegatronModule):
 #
 #     y[rows of expert e] = x[rows of expert e] @ weight[e].T
 #
-# Two ways give the same numbers: torch's grouped matrix product (one kernel, CUDA, bf16; the counts stay on the
-# device) and a loop over the experts (everywhere).
+# Two implementations give the same numbers: torch's grouped matrix product (one kernel, CUDA, bf16; the counts stay on
+# the device) and a loop over the experts (everywhere).
 
 
 _ALIGNMENT = 16
-"""Bytes that a row must be a multiple of for the grouped kernel."""
+"""The grouped kernel needs rows whose size is a multiple of this many bytes."""
 
 
 def has_grouped_product(x: Tensor, weight: Tensor) -> bool:
-    """Return True when torch's grouped matrix product takes these operands (x [T, in], weight [E, out, in])."""
+    """Return True if torch's grouped matrix product supports these operands (x [T, in], weight [E, out, in])."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16 or not x.size(0):
         return False
     row_bytes = (size * x.element_size() for size in weight.shape[1:])
@@ -305,9 +308,9 @@ def grouped_linear(x: Tensor, weight: Tensor, tokens_per_expert: Tensor, *, use_
     Args:
         x: [T, in], sorted by expert.
         weight: [E, out, in].
-        tokens_per_expert: [E] integers with sum T, on the device or on the host; zeros are fine.
-        use_grouped_product: one kernel where torch has one for these operands, else a loop, which needs the counts
-            on the host.
+        tokens_per_expert: [E] integers that sum to T, on the device or on the host; zeros are allowed.
+        use_grouped_product: use one kernel if torch supports these operands; otherwise loop, which needs the counts on
+            the host.
 
     Returns:
         [T, out].
@@ -319,7 +322,7 @@ def grouped_linear(x: Tensor, weight: Tensor, tokens_per_expert: Tensor, *, use_
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """``F.grouped_mm`` and its two gradients, which are grouped products again."""
+    """``F.grouped_mm`` and its two gradients, which are also grouped products."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -329,15 +332,15 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, ends = ctx.saved_tensors
-        grad = grad.contiguous()  # the kernel wants unit strides; an expanded gradient has none
+        grad = grad.contiguous()  # the kernel needs unit strides, which an expanded gradient does not have
         grad_x = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
-        # The sum over an expert's tokens: both operands are cut along T.  An expert without tokens gets zeros.
+        # The sum over each expert's tokens: both operands are split along T.  Experts without tokens get zeros.
         grad_weight = F.grouped_mm(grad.t(), x, offs=ends) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None
 
 
 class _LoopedProduct(torch.autograd.Function):
-    """One matrix product after the other, written straight into the whole result."""
+    """One matrix product per expert, written directly into the result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:

@@ -1,9 +1,10 @@
-"""Multi-latent attention: queries, keys and values made from small latents (DeepSeek-V2, arXiv 2405.04434).
+"""Multi-latent attention: queries, keys and values are expanded from small latents (DeepSeek-V2, arXiv 2405.04434).
 
-Why not megatron-core's: without TransformerEngine its column-parallel down projections have wrong gradients under
-tensor parallelism (the gather after them only splits the incoming gradient, so what the other ranks' heads add to the
-shared rotary key is lost), its YaRN differs from the published models where ``mscale_all_dim`` is 0, and each of its
-layers asks the host for the sequence lengths.  The names of modules and parameters are megatron-core's.
+It replaces megatron-core's, which has three problems.  Without TransformerEngine its column-parallel down projections
+have wrong gradients under tensor parallelism: the gather after them only splits the incoming gradient, so the
+contributions of other ranks' heads to the shared rotary key are lost.  Its YaRN differs from the published models if
+``mscale_all_dim`` is 0.  And each layer waits on the host for the sequence lengths.  Modules and parameters have
+megatron-core's names.
 
 Shapes: s = tokens of this tensor-parallel rank under sequence parallelism, else t; t = tokens of this context-parallel
 rank; b = 1 when packed; n = heads of this rank; "qk", "rope" and "v" are the widths of a head's parts.
@@ -46,18 +47,18 @@ from slime.backends.megatron_utils.layers.rotary import (
 from slime.train_data.context_parallel import CPRank
 
 LATENT_NORM_EPSILON = 1e-6
-"""Epsilon of the latents' norms, whatever ``--norm-epsilon`` is: the published models' value."""
+"""Epsilon of the latents' norms, as in the published models, whatever ``--norm-epsilon`` is."""
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """A projection without bias that every tensor-parallel rank holds whole.
+    """A projection without bias, replicated on all tensor-parallel ranks.
 
-    Under sequence parallelism each rank sees a slice of the tokens, so the weight is marked for the gradient sum over
-    the tensor-parallel group.
+    Under sequence parallelism each rank sees a slice of the tokens, so the weight is marked for the gradient
+    all-reduce over the tensor-parallel group.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig) -> None:
-        """Create the weight [output_size, input_size], initialised alike on all tensor-parallel ranks."""
+        """Create the weight [output_size, input_size], initialized equally on all tensor-parallel ranks."""
         super().__init__(input_size, output_size, bias=False, **cpu_platform.of_new_parameters(config))
         if config.perform_initialization:
             config.init_method(self.weight)
@@ -65,11 +66,11 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 class LatentAttention(MegatronModule):
-    """Self-attention whose queries, keys and values are expanded from normed latents.
+    """Self-attention whose queries, keys and values are expanded from normalized latents.
 
     ``q = up(norm(down(x)))`` (or one direct projection), ``k, v = up(norm(down(x)))``, and one rotary key that all
-    heads share.  Invariant: the gradient of every parameter is complete after megatron-core's sum over the ranks of
-    sequence parallelism, and without tensor parallelism at once.
+    heads share.  Invariant: without tensor parallelism the backward pass gives complete gradients; with it they are
+    complete after megatron-core's all-reduce for sequence parallelism.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class LatentAttention(MegatronModule):
         )
 
     def _column(self, module: Any, input_size: int, output_size: int) -> torch.nn.Module:
-        """Return a projection whose output heads are cut over the tensor-parallel ranks."""
+        """Return a projection whose output heads are sharded over the tensor-parallel ranks."""
         return build_module(
             module,
             input_size,
@@ -148,7 +149,7 @@ class LatentAttention(MegatronModule):
     def _core(
         self, submodules: MLASelfAttentionSubmodules, attn_mask_type: AttnMaskType, cp_comm_type: str | None
     ) -> torch.nn.Module:
-        """Attend over expanded heads; a subclass may attend over the latents instead."""
+        """Build the core attention over expanded heads; subclasses may attend over the latents instead."""
         return build_module(
             submodules.core_attention,
             config=self.config,
@@ -173,7 +174,7 @@ class LatentAttention(MegatronModule):
 
         Args:
             hidden_states: [s, b, hidden].
-            attention_mask: not used, attention is causal.
+            attention_mask: ignored; attention is causal.
             packed_seq_params: lengths over all context-parallel ranks; None for b padded sequences.
 
         Returns:
@@ -198,7 +199,7 @@ class LatentAttention(MegatronModule):
         self, expand: Callable[..., tuple[Tensor, ...]], latents: tuple[Tensor, ...], attend: Callable[..., Tensor],
         *keys: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Return ``attend(*expand(*latents), *keys)``; in training either is recomputed where the flags say so."""
+        """Return ``attend(*expand(*latents), *keys)``; in training, either is recomputed if the flags request it."""
         up_proj = CheckpointWithoutOutput(fp8=None) if self.recomputes_up_proj and self.training else None
         expanded = expand(*latents) if up_proj is None else up_proj.checkpoint(expand, *latents)
         if self.recomputes_core and self.training:
@@ -210,10 +211,12 @@ class LatentAttention(MegatronModule):
         return out
 
     def compress(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the normed latents of queries [s, b, rank] and of keys and values [s, b, rank], and the rotary key.
+        """Compute the normalized latents of queries [s, b, rank] and of keys and values [s, b, rank], and the rotary
+        key.
 
-        Without ``--q-lora-rank`` the first is ``hidden_states`` itself.  The rotary key [t, b, rope] is whole on every
-        tensor-parallel rank, not yet rotated, and its gradient is summed over the ranks: each uses it for its heads.
+        Without ``--q-lora-rank`` the first is ``hidden_states``.  The rotary key [t, b, rope] is not rotated yet.  It
+        is gathered on every tensor-parallel rank; its gradient is summed over them, because each uses it for its own
+        heads.
         """
         query_latent = hidden_states
         if self.config.q_lora_rank is not None:
@@ -223,7 +226,7 @@ class LatentAttention(MegatronModule):
         return query_latent, self.kv_layernorm(kv_latent), self._over_tensor_ranks(rotary_key)
 
     def _over_tensor_ranks(self, x: Tensor) -> Tensor:
-        """Gather [t, ...] on every tensor-parallel rank; its gradient is summed: each rank serves its own heads."""
+        """Gather [t, ...] on every tensor-parallel rank; the gradient is summed over the ranks."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(x, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(x, group=self.tp_group)
@@ -231,8 +234,8 @@ class LatentAttention(MegatronModule):
     def expand(
         self, query_latent: Tensor, kv_latent: Tensor, rotary_key: Tensor, cosines: Tensor, sines: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Expand the result of :meth:`compress` to queries and keys [t, b, n, qk + rope], rotated, and values [t, b,
-        n, v].
+        """Expand the result of :meth:`compress` to rotated queries and keys [t, b, n, qk + rope] and values
+        [t, b, n, v].
         """
         config = self.config
         project = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
@@ -245,9 +248,7 @@ class LatentAttention(MegatronModule):
         return query, torch.cat([plain_key, rotated_key], dim=-1), value.contiguous()
 
     def rotary_tables(self, rotary_key: Tensor, packed_seq_params: PackedSeqParams | None) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [t, 1, 1, rope / 2] of this rank's tokens; all layers of a micro-batch
-        share them.
-        """
+        """Return cosines and sines [t, 1, 1, rope / 2] of this rank's tokens; layers of a micro-batch share them."""
         cp_group = self.pg_collection.cp
         num_local = rotary_key.size(0)
 
@@ -263,7 +264,7 @@ class LatentAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Return the entries as TransformerEngine's layers are saved: norms of latents belong to the up
+        """Return the entries under the names of TransformerEngine's layers, where the latents' norms belong to the up
         projections.
         """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -286,7 +286,7 @@ def test_the_dense_size_of_a_model_of_experts_alone_is_not_compared(tmp_path: Pa
         ({**QWEN3, "quantization_config": {"quant_method": "gptq"}}, "is quantized .gptq."),
         (
             {**QWEN3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-            "no folder with safetensors",
+            "not a folder with safetensors",
         ),
     ],
 )

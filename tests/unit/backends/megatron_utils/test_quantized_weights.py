@@ -136,7 +136,7 @@ def test_scales_are_laid_out_for_deep_gemm_only_where_engines_want_them(
 
 
 def test_a_checkpoint_elsewhere_cannot_say_what_is_quantized(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no folder with safetensors.*download"):
+    with pytest.raises(ConfigError, match="not a folder with safetensors.*download"):
         checkpoint_quantizer("Qwen/Qwen3-4B-FP8", BLOCKS)
     assert checkpoint_quantizer("Qwen/Qwen3-4B", None) is None
 
