@@ -311,7 +311,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 def _problem_with_entry(key: Any, entry: Any, places: Mapping[Any, Any]) -> str | None:
-    """Return the problem with the metadata entry of a tensor or object, as the end of a sentence; None if it is valid."""
+    """Return the problem with a tensor's or object's metadata entry, as the end of a sentence; None if valid."""
     if isinstance(key, str) and isinstance(entry, BytesStorageMetadata):
         return None if MetadataIndex(key) in places else "is in no file"
     if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata):

@@ -27,10 +27,10 @@ RULES = FlagGroup(
 
 
 def check_arguments(args: Namespace) -> None:
-    """Refuse combinations that cannot work; ``args`` are complete.
+    """Check the combinations of the trainer's complete flags.
 
     Raises:
-        ConfigError: with the flags, their values and what is allowed.
+        ConfigError: names the flags, their values and what is allowed.
     """
     if problems := problems_of(args, [RULES]):
         raise ConfigError("\n".join(problems))
@@ -47,17 +47,19 @@ def check_arguments(args: Namespace) -> None:
     if args.spec:
         load_spec(args.spec)
         check_stages = getattr(importlib.import_module(args.spec[0]), "check_stages", None)
-        if check_stages is not None:  # of a family that has rules for the pipeline's cut
+        if check_stages is not None:  # the family restricts where the pipeline may be cut
             check_stages(args, config)
     optimizer_config_from_args(args)
     ddp_config_from_args(args)
 
 
 def check_taken_up(args: Namespace) -> None:
-    """Refuse flags of Megatron that only extensions act on, where these are missing; every group has completed args.
+    """Reject Megatron flags that only extensions implement, if the extension is missing.
+
+    Call it after every flag group has derived its values.
 
     Raises:
-        ConfigError: with the flags and their values.
+        ConfigError: names the flags and their values.
     """
     if has_narrow_moments(args.exp_avg_dtype, args.exp_avg_sq_dtype) and not vars(args).get("narrow_moments"):
         raise ConfigError(
@@ -104,10 +106,10 @@ def _check_sizes(args: Namespace) -> None:
 
 
 def check_expert_layout(args: Namespace) -> None:
-    """Refuse groups of experts that do not divide the trainer; ``args.world_size`` is known.
+    """Check that expert, expert-tensor and pipeline parallelism divide ``args.world_size``.
 
     Raises:
-        ConfigError: with the sizes and their product.
+        ConfigError: names the sizes and their product.
     """
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     expert_tensor = args.expert_tensor_parallel_size or tensor
@@ -122,7 +124,7 @@ def check_expert_layout(args: Namespace) -> None:
 
 
 def _check_schedule(args: Namespace) -> None:
-    """Check rates and weight decay; also the lengths of warm-up and decay, where flags say how long the run is."""
+    """Check rates and weight decay, and the lengths of warm-up and decay if the flags give the length of the run."""
     for flag, rate in (("--min-lr", args.min_lr), ("--lr-warmup-init", args.lr_warmup_init)):
         if rate > args.lr:
             raise ConfigError(f"{flag} is {rate:g}, above the peak of the learning rate, --lr {args.lr:g}; lower it.")
@@ -240,7 +242,7 @@ def _check_layers(frequency: int | list[int], num_layers: int) -> None:
 
 
 def _check_attention(config: TransformerConfig) -> None:
-    """Raise ConfigError for options of megatron-core's attention that this one does not have."""
+    """Raise ConfigError for options of megatron-core's attention that packed attention does not support."""
     window, softmax = config.window_size, config.softmax_type
     if softmax == "learnable" and config.multi_latent_attention:
         softmax = "learnable, with --multi-latent-attention"
@@ -266,7 +268,7 @@ _SIZES = {
 
 
 def _check_linear_attention(args: Namespace) -> None:
-    """Refuse gates that cannot be cut, and layers that are not as many; those of ``--spec`` check their sizes."""
+    """Check the gates' sharding and the number of layers; layers of ``--spec`` check their sizes themselves."""
     if args.attention_output_gate and args.tensor_model_parallel_size > args.num_query_groups:
         raise ConfigError(
             f"--tensor-model-parallel-size is {args.tensor_model_parallel_size} with --attention-output-gate and "

@@ -1,4 +1,4 @@
-"""Complete flags to megatron-core's config objects."""
+"""Builds megatron-core's config objects from complete flags."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from slime.utils.errors import ConfigError
 
 
 def transformer_config_from_args(args: Namespace) -> TransformerConfig:
-    """Return the model's shape, layout and numerics; an MLATransformerConfig with ``--multi-latent-attention``.
+    """Return the model's TransformerConfig, or its MLATransformerConfig with ``--multi-latent-attention``.
 
     Raises:
-        ConfigError: megatron-core refuses the combination; the message carries its words.
+        ConfigError: megatron-core rejects the combination; the message includes its error.
     """
     config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     values = config_arguments(config_class, vars(args))
@@ -34,16 +34,16 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         "params_dtype": args.params_dtype,
         "pipeline_dtype": torch.float32 if args.fp32_residual_connection else args.params_dtype,
         "autocast_dtype": args.params_dtype,
-        # A transform of the model (low_precision); to megatron-core it means TransformerEngine's.
+        # A model transform (low_precision) implements FP8; for megatron-core this field means TransformerEngine's.
         "fp8": None,
         "variable_seq_lengths": True,
-        # A sent output is let go of before it has left: CUDA's allocator keeps the memory, gloo would send garbage.
+        # Outputs are freed while being sent.  CUDA's allocator keeps the memory valid; gloo would send garbage.
         "deallocate_pipeline_outputs": not (args.overlap_p2p_comm and cpu_platform.IS_INSTALLED),
-        # Batched, two virtual stages on each of two ranks would exchange their messages crosswise.
+        # With batched sends, two ranks with two virtual stages each would swap their messages.
         "batch_p2p_comm": args.virtual_pipeline_model_parallel_size is None,
         "calculate_per_token_loss": args.calculate_per_token_loss,
         "mtp_num_layers": args.mtp_num_layers or None,
-        # One generator and one device: parameters are made where they stay.
+        # Without CUDA there is one generator and one device, so parameters are created in place.
         "use_cpu_initialization": args.use_cpu_initialization or cpu_platform.IS_INSTALLED,
     }
     if args.swiglu and args.quick_geglu:
@@ -53,10 +53,10 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
     if args.quick_geglu:
         values |= {"activation_func": quick_gelu, "gated_linear_unit": True}
     if not (args.swiglu or args.quick_geglu or args.add_bias_linear):
-        values["bias_activation_fusion"] = False  # on by default, and there is none for an MLP without gate and bias
+        values["bias_activation_fusion"] = False  # on by default, but needs an MLP with a gate or a bias
     layout = values.get("pipeline_model_parallel_layout")
     if args.mtp_num_layers and layout and "m" not in layout:
-        # MTP layers precede the loss, whether the layout says so or not.
+        # MTP layers precede the loss, even if the layout omits them.
         values["pipeline_model_parallel_layout"] = layout.removesuffix("L") + "m" * args.mtp_num_layers + "L"
     try:
         config = config_class(**values)
@@ -65,7 +65,7 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
             f"megatron-core refuses the model or layout flags: {in_words_of_flags(str(error), config_class)} "
             "(docs/flags.md explains them)."
         ) from error
-    if has_yarn(args):  # GPTModel looks for these, and no config class has them; latent attention has its own
+    if has_yarn(args):  # GPTModel reads these, but no config class declares them; latent attention has its own
         for name in YARN_DEFAULTS:
             setattr(config, f"yarn_{name}", vars(args)[name])
         config.yarn_correction_range_round_to_int = args.yarn_truncate
@@ -78,13 +78,13 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
 
 
 def in_words_of_flags(message: str, config_class: type) -> str:
-    """Return megatron-core's message with the names of flags in the place of the config's fields."""
+    """Return megatron-core's message with the names of flags in place of config fields."""
     flags = {field.name: flag_of(attribute_of(field.name)) for field in fields(config_class)}
     return re.sub(r"(?<![\w-])[a-z]+(_[a-z0-9]+)+", lambda match: flags.get(match[0], match[0]), message)
 
 
 def num_stages_of_layout(layout: str) -> int:
-    """Return the stages of all ranks, virtual ones too, that a ``--pipeline-model-parallel-layout`` describes."""
+    """Return the number of stages in a ``--pipeline-model-parallel-layout``, including virtual ones."""
     try:
         return len(PipelineParallelLayerLayout.parse_str_to_list(layout))
     except (ValueError, AssertionError, TypeError, KeyError) as error:
@@ -95,16 +95,16 @@ def num_stages_of_layout(layout: str) -> int:
 
 
 def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:
-    """Return the optimizer's kind, its numbers, sharding and offload."""
+    """Return the OptimizerConfig: the kind of optimizer, its hyperparameters, sharding and offload."""
     values = config_arguments(OptimizerConfig, vars(args))
     values |= {"params_dtype": args.params_dtype, "lr": args.lr, "clip_grad": args.clip_grad}
-    # megatron-core has these only with TransformerEngine's FusedAdam; here a transform of the optimizer acts on them.
+    # megatron-core supports these only with TransformerEngine's FusedAdam; here a transform implements them.
     for name in ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"):
         values.pop(name)
     config = _build(OptimizerConfig, values)
     if config.optimizer_cpu_offload:
-        # Master weights on the host only, instead of there and on the card: what the precision-aware optimizer does.
-        # Set afterwards, because megatron-core's own check asks for TransformerEngine.
+        # Keeps master weights only on the host, not also on the GPU, as the precision-aware optimizer does.  Set after
+        # construction, because megatron-core's check requires TransformerEngine.
         config.use_precision_aware_optimizer = True
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         config.store_param_remainders = False
@@ -112,9 +112,9 @@ def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:
 
 
 def ddp_config_from_args(args: Namespace) -> DistributedDataParallelConfig:
-    """Return how gradients are held and reduced over the data-parallel ranks.
+    """Return the DistributedDataParallelConfig: how gradients are stored and reduced over data-parallel ranks.
 
-    The bucket size is megatron-core's own unless given, and buckets only matter with ``--overlap-grad-reduce``.
+    The bucket size defaults to megatron-core's; it matters only with ``--overlap-grad-reduce``.
     """
     values = config_arguments(DistributedDataParallelConfig, vars(args))
     if args.fp16:  # gradients overflow until the loss scale fits; the optimizer skips those steps
@@ -130,11 +130,11 @@ def _build(config_class: type, values: dict[str, Any]) -> Any:
 
 
 def params_dtype(*, bf16: bool, fp16: bool) -> torch.dtype:
-    """Return the dtype that a model's parameters have."""
+    """Return the dtype of a model's parameters."""
     return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
 
 
 def has_yarn(args: Namespace) -> bool:
-    """Return True for positions of type yarn in attention that is not latent."""
+    """Return True for rotary positions of type yarn in attention without latents."""
     is_chosen = args.position_embedding_type == "yarn" and not args.use_rotary_position_embeddings
     return is_chosen and not args.multi_latent_attention

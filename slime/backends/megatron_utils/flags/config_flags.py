@@ -1,9 +1,9 @@
 """Command-line flags generated from megatron-core's config dataclasses.
 
-A field of one of :data:`CONFIG_CLASSES` is a flag of the same name with dashes, typed by the field's annotation.
-:data:`FLAG_NAMES` holds the fields that Megatron's command line calls otherwise, :data:`EXTRA_SPELLINGS` and
+Each field of :data:`CONFIG_CLASSES` becomes a flag of the same name with dashes, typed by the field's annotation.
+:data:`FLAG_NAMES` has the fields with another name on Megatron's command line, :data:`EXTRA_SPELLINGS` and
 :data:`NEGATIVE_SPELLINGS` further spellings, :data:`DEFAULTS` the defaults that differ from the dataclass, and
-:data:`NOT_FLAGS` the fields that are no flags, with the reason.
+:data:`NOT_FLAGS` the fields without a flag, with the reason.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ CONFIG_CLASSES: tuple[type, ...] = (
     OptimizerConfig,
     DistributedDataParallelConfig,
 )
-"""A field that several classes have is one flag; its default and type are those of the first."""
+"""A field of several classes becomes one flag, with the default and type of the first class."""
 
 FLAG_NAMES: dict[str, str] = {
-    # field of a config -> attribute of args, as Megatron names it; the flag is the same with dashes
+    # config field -> attribute of args (Megatron's name); the flag is the same with dashes
     "num_moe_experts": "num_experts",
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
@@ -77,7 +77,7 @@ NEGATIVE_SPELLINGS: dict[str, tuple[str, ...]] = {
 """Attribute of a switch -> further option strings that turn it off."""
 
 DEFAULTS: dict[str, Any] = {
-    # Megatron's command line, where it differs from the dataclass
+    # defaults of Megatron's command line that differ from the dataclass
     "q_lora_rank": None,
     "kv_lora_rank": 32,
     "rope_type": None,
@@ -110,7 +110,7 @@ HELP: dict[str, str] = {
     ),
     "optimizer": "There is adam alone, with decoupled weight decay (AdamW).",
 }
-"""Attribute -> what its flag's help says behind the field that it sets."""
+"""Attribute -> text appended to its flag's help."""
 
 _SIZES = """
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
@@ -136,7 +136,7 @@ RANGES: dict[str, Callable[[str], Any]] = {
     "fp8_margin": any_int,
     "glu_linear_offset": any_float,
 }
-"""Attribute -> type of its flag; a number in no row may be 0 or more."""
+"""Attribute -> type of its flag; numbers not listed here must be 0 or more."""
 
 _WITHOUT_SIGN: dict[type, Callable[[str], Any]] = {int: non_negative_int, float: non_negative_float}
 
@@ -275,11 +275,11 @@ NOT_FLAGS: dict[str, str] = {
     "log_num_zeros_in_grad": "zeros are not counted",
     "gradient_reduce_div_fusion": "it is a choice of Megatron-FSDP",
 }
-"""Field -> why it is no flag; a command that gives it gets the reason."""
+"""Field -> why it has no flag; a command that gives it gets this reason as the error."""
 
 
 def switched_off(attribute: str) -> str:
-    """Return ``--no-x`` of a switch, or what Megatron's command line says instead."""
+    """Return the flag that turns a switch off: Megatron's spelling if it has one, else ``--no-x``."""
     return NEGATIVE_SPELLINGS.get(attribute, ("--no-" + attribute.replace("_", "-"),))[0]
 
 
@@ -297,7 +297,7 @@ def attribute_of(field_name: str) -> str:
 
 
 def reasons() -> dict[str, str]:
-    """Return why a spelling of :data:`NOT_FLAGS` is no flag."""
+    """Return, for each spelling of the fields in :data:`NOT_FLAGS`, why it is not a flag."""
     found: dict[str, str] = {}
     for name, reason in NOT_FLAGS.items():
         flag = flag_of(attribute_of(name))
@@ -306,7 +306,7 @@ def reasons() -> dict[str, str]:
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of the config classes; option strings already on ``parser`` are left alone."""
+    """Add a flag for every field of the config classes; skip option strings that ``parser`` already has."""
     for config_class in CONFIG_CLASSES:
         group = parser.add_argument_group(f"megatron-core {config_class.__name__}")
         for field, annotation in config_fields(config_class):
@@ -346,7 +346,7 @@ def add_config_flag(
 
 
 def add_unless_present(parser: argparse.ArgumentParser, group: Any, options: list[str], **settings: Any) -> None:
-    """Call ``add_argument`` with those of ``options`` that the parser does not have yet; numbers have a range."""
+    """Call ``add_argument`` with those of ``options`` that the parser does not have yet; limit numbers to a range."""
     missing = [option for option in options if option not in parser._option_string_actions]
     if missing:
         if settings.get("type") in (int, float):
@@ -356,7 +356,7 @@ def add_unless_present(parser: argparse.ArgumentParser, group: Any, options: lis
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """Return the default of a dataclass field; an enum member's name."""
+    """Return the default of a dataclass field; for an enum member, its name."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     if isinstance(field.default, enum.Enum):
@@ -365,12 +365,12 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def is_switch(annotation: Any) -> bool:
-    """Return True when a field is true or false (or None, for undecided)."""
+    """Return True if a field is a bool, or an optional bool."""
     return set(_alternatives(annotation)) == {bool}
 
 
 def value_kind(annotation: Any) -> dict[str, Any]:
-    """Return the ``type``, ``choices``, ``nargs`` and ``action`` of a flag whose value has this annotation."""
+    """Return ``type``, ``choices``, ``nargs`` and ``action`` for a flag with this annotation."""
     kinds = _alternatives(annotation)
     lists = [kind for kind in kinds if typing.get_origin(kind) is list]
     plain = [kind for kind in kinds if kind in (int, float, str)]
@@ -387,7 +387,7 @@ def value_kind(annotation: Any) -> dict[str, Any]:
     if typing.get_origin(kind) is typing.Literal:
         return {"choices": list(typing.get_args(kind))}
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        # The name, not the member: args travel to processes that have no megatron-core.
+        # The name, not the member: args are sent to processes that cannot import megatron-core.
         return {"choices": list(kind.__members__)}
     if kind is torch.dtype:
         return {"type": torch_dtype}
@@ -404,7 +404,7 @@ def _alternatives(annotation: Any) -> list[Any]:
 
 
 class OneOrMany(argparse.Action):
-    """One value is stored bare, several as a list."""
+    """Stores one value as it is, several as a list."""
 
     def __call__(
         self,
@@ -441,7 +441,7 @@ MAX_PATTERN_LENGTH = 10_000
 def layer_pattern(text: str) -> int | list[int]:
     """Return one number for all layers, or a list with one per layer, written as Python: ``[0]*3+[1]*75``.
 
-    Only integers, lists, ``+`` and ``*`` are understood; nothing is executed.
+    Only integers, lists, ``+`` and ``*`` are allowed; nothing is executed.
     """
     try:
         value: int | list[int] = _evaluate(ast.parse(text.strip(), mode="eval").body)
@@ -455,7 +455,7 @@ def layer_pattern(text: str) -> int | list[int]:
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """Return the value of an expression of integers of 0 or more, and of lists of them."""
+    """Evaluate an expression of non-negative integers and lists of them."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, (ast.List, ast.Tuple)):
@@ -481,7 +481,7 @@ def _evaluate(node: ast.expr) -> Any:
 
 
 def config_arguments(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments for ``config_class`` that ``values`` (attributes of args) hold."""
+    """Return the keyword arguments of ``config_class`` from ``values`` (attributes of args)."""
     arguments = {}
     for field, annotation in config_fields(config_class):
         attribute = attribute_of(field.name)
@@ -491,7 +491,7 @@ def config_arguments(config_class: type, values: dict[str, Any]) -> dict[str, An
 
 
 def _to_field(annotation: Any, value: Any) -> Any:
-    """Return the value that a field wants: the member where args hold the name of one."""
+    """Convert a value of args to the field's type: an enum member's name to the member."""
     kind = _alternatives(annotation)[0]
     if isinstance(value, str) and isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind[value]

@@ -1,9 +1,9 @@
-"""Config fields of megatron-core whose flags change nothing here: only speed or memory would differ.
+"""Config fields of megatron-core whose flags have no effect here.  They would change only speed or memory.
 
-Large parts of megatron-core act only inside TransformerEngine's layers, which this trainer does not build.  A field
-that nobody reads is listed here, its flag is reset and one log line says what happens; where results or promises
-would differ, it is no flag (``config_flags.NOT_FLAGS``).  tests/contracts/test_megatron_fields.py names the readers of
-the others.
+Many fields act only inside TransformerEngine's layers, which this trainer does not build.  A field that nothing reads
+is listed here: its flag is reset, and a log line states what happens instead.  If ignoring a field would change
+results or break a promise, it is not a flag (``config_flags.NOT_FLAGS``).  tests/contracts/test_megatron_fields.py
+names the readers of all other fields.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         "parameters are kept and gathered in their own dtype, and quantized for each product: the same numbers",
     ),
 }
-"""Field -> what happens instead of what its flag asks for."""
+"""Field -> what happens instead."""
 
 
 def reset_what_has_no_effect(args: Namespace) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def reset_what_has_no_effect(args: Namespace) -> dict[str, Any]:
         if name == "use_precision_aware_optimizer" and (
             args.optimizer_cpu_offload or has_narrow_moments(args.exp_avg_dtype, args.exp_avg_sq_dtype)
         ):
-            continue  # has its effect: see optimizer_config_from_args, and a transform of the optimizer
+            continue  # has an effect: see optimizer_config_from_args and the optimizer transforms
         attribute = attribute_of(name)
         derived[attribute] = default
         flag = flag_of(f"no_{attribute}" if vars(args)[attribute] is False else attribute)
@@ -90,16 +90,16 @@ def reset_what_has_no_effect(args: Namespace) -> dict[str, Any]:
 
 
 def has_narrow_moments(*dtypes: torch.dtype) -> bool:
-    """Return True when one of Adam's moments is kept in less than fp32."""
+    """Return True if one of Adam's moments is narrower than fp32."""
     return set(dtypes) != {torch.float32}
 
 
 def _given(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the fields whose flag has another value than its default, with the default."""
+    """Return (field, default) of the fields in :data:`WITHOUT_EFFECT` whose flag differs from its default."""
     defaults: dict[str, Any] = {}
     for config_class in CONFIG_CLASSES:
         for field, _ in config_fields(config_class):
             if field.name in WITHOUT_EFFECT:
-                # where several classes have the field, its flag has the default of the first
+                # a field of several classes has the default of the first class
                 defaults.setdefault(field.name, DEFAULTS.get(attribute_of(field.name), default_of(field)))
     return [(name, default) for name, default in defaults.items() if values[attribute_of(name)] != default]

@@ -1,7 +1,7 @@
-"""The model flags and the ``config.json`` of ``--hf-checkpoint``: one table, read in both directions.
+"""Fills and checks model flags from the ``config.json`` of ``--hf-checkpoint``, with one table for both directions.
 
-:func:`fill_model_flags` gives flags that were left out their value; :func:`check_hf_config` compares those that were
-given.  The file is read as plain JSON: what it does not say is not compared, and no model class has to know it.
+:func:`fill_model_flags` sets the flags that were not given; :func:`check_hf_config` compares those that were.  The
+file is read as plain JSON: keys that it does not have are not compared, and no model class is needed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ MODEL_FLAGS = frozenset(
         *("moe_router_load_balancing_type", "moe_grouped_gemm", "expert_tensor_parallel_size"),
     }
 )
-"""Attributes that config.json can decide: None until :func:`fill_model_flags`, so that it is known what was given."""
+"""Attributes that config.json can decide.  They are None until :func:`fill_model_flags`, unless the command sets them.
+"""
 
 FREE_FLAGS = frozenset(
     {
@@ -63,18 +64,18 @@ FREE_FLAGS = frozenset(
         *("expert_tensor_parallel_size", "mtp_num_layers", "rope_type", *YARN_DEFAULTS),
     }
 )
-"""Those among :data:`MODEL_FLAGS` that are free, or checked elsewhere, where config.json says nothing of them."""
+"""Those :data:`MODEL_FLAGS` that may have any value, or are checked elsewhere, if config.json does not have them."""
 OF_GROUPED_ATTENTION = frozenset({"num_query_groups", "group_query_attention", "add_qkv_bias"})
-"""Those that latent attention does not read."""
+"""Attributes that latent attention does not read."""
 FIXED_FLAGS = frozenset(
     {
         *("no_rope_freq", "rotary_seq_len_interpolation_factor"),
         *("moe_router_force_load_balancing", "moe_router_topk_limited_devices", "moe_apply_probs_on_input"),
     }
 )
-"""Attributes that change what a model computes, in a way that no config.json of a known family asks for."""
+"""Attributes that change a model's output, in ways that no config.json of a known family requests."""
 _NEUTRAL: Mapping[str, Any] = {
-    # attribute -> the value that says the same as none
+    # attribute -> the value that means the same as None
     "moe_router_num_groups": 1,
     "moe_router_group_topk": 1,
     "moe_router_topk_scaling_factor": 1.0,
@@ -85,14 +86,14 @@ _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def read_hf_config(path: str, *, flag: str = "--hf-checkpoint") -> dict[str, Any]:
-    """Return the language model's part of ``config.json`` as its family reads it, what is absent filled in.
+    """Return the language model's part of ``config.json`` as its family reads it, with defaults filled in.
 
     Args:
         path: folder of the checkpoint.
-        flag: that names it.
+        flag: the flag that names the folder, for messages.
 
     Raises:
-        ConfigError: there is none, it is damaged, or says nothing of a model.
+        ConfigError: the file is missing or damaged, or does not describe a model.
     """
     config = read_model_config(path, flag=flag)
     family = None if config.get(IS_PARTIAL) else family_of({"model_type": read_model_type(path, flag=flag)})
@@ -103,7 +104,7 @@ def read_hf_config(path: str, *, flag: str = "--hf-checkpoint") -> dict[str, Any
 
 
 def open_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Let the flags of :data:`MODEL_FLAGS` be None where they are not given."""
+    """Make the flags of :data:`MODEL_FLAGS` default to None."""
     for action in parser._actions:
         if action.dest in MODEL_FLAGS:
             if action.default is not None and action.nargs != 0:
@@ -113,7 +114,7 @@ def open_model_flags(parser: argparse.ArgumentParser) -> None:
 
 @cache
 def _megatron_defaults() -> dict[str, Any]:
-    """Return what Megatron takes for flags that neither the command line nor a config.json decides."""
+    """Return Megatron's defaults, for flags that neither the command line nor a config.json decides."""
     parser = argparse.ArgumentParser()
     add_own_flags(parser)
     add_config_flags(parser)
@@ -122,17 +123,18 @@ def _megatron_defaults() -> dict[str, Any]:
 
 
 def fill_model_flags(args: Namespace) -> dict[str, Any]:
-    """Return the model flags that were not given: from config.json, else Megatron's defaults.  Prints the former.
+    """Return the model flags that were not given, from config.json (these are logged) or else Megatron's defaults.
 
-    With ``--num-layers`` given, the command describes the model, and choices that config.json leaves open are its own.
+    If ``--num-layers`` is given, the command describes the model, and choices that config.json leaves open are not
+    filled in.
 
     Raises:
-        ConfigError: no flag says what the model is, and neither does config.json; or only a family unknown here would.
+        ConfigError: neither the flags nor config.json describe the model, or config.json is of an unknown family.
     """
     missing = [name for name in MODEL_FLAGS if vars(args).get(name) is None]
     filled = {name: default for name, default in _megatron_defaults().items() if name in missing}
     for is_given, attribute, value in (
-        # other ways to give them
+        # other spellings of model flags
         (args.use_rotary_position_embeddings, "position_embedding_type", "rope"),
         (args.use_gated_attention, "attention_output_gate", True),
     ):
@@ -169,10 +171,10 @@ def fill_model_flags(args: Namespace) -> dict[str, Any]:
 
 
 def config_says(config: Mapping[str, Any]) -> tuple[dict[str, Flag], list[str]]:
-    """Return what config.json says of the model flags, by attribute, and what it asks for that no flag can say.
+    """Return the model flags that config.json implies, by attribute, and its settings that no flag can express.
 
     Args:
-        config: as :func:`read_hf_config` gives it.
+        config: result of :func:`read_hf_config`.
     """
     family = family_of(config)
     rules = list(shared_rules(config) if family is None else family.rules(family.with_defaults(config)))
@@ -181,7 +183,7 @@ def config_says(config: Mapping[str, Any]) -> tuple[dict[str, Flag], list[str]]:
 
 
 def words_of(attribute: str, value: Any) -> list[str]:
-    """Return a flag as a command line has it, nothing for a switch that is off; layers as ``[0]*3+[1]*58``."""
+    """Return a flag as command-line words: none for a switch that is off, layer lists as ``[0]*3+[1]*58``."""
     if value is False:
         return [switched_off(attribute)] if _megatron_defaults().get(attribute) else []
     if value is True:
@@ -196,10 +198,10 @@ def words_of(attribute: str, value: Any) -> list[str]:
 
 
 def check_hf_config(args: Namespace) -> None:
-    """Compare the model flags, all filled in, with the HF config; one error lists all that differ.
+    """Compare the model flags, all filled in, with the HF config.
 
     Raises:
-        ConfigError: with each flag, its value and the checkpoint's.
+        ConfigError: lists every flag that differs, its value and the checkpoint's.
     """
     config = read_hf_config(args.hf_checkpoint)
     if problems := disagreements(args, config):
@@ -210,12 +212,12 @@ def check_hf_config(args: Namespace) -> None:
         )
     for problem in sparse_problems(args, config):
         raise ConfigError(problem)
-    if not args.debug_train_only:  # where nothing is pushed; the tools set it
+    if not args.debug_train_only:  # with it nothing is pushed; the tools set it
         check_that_weights_can_be_pushed(args.hf_checkpoint, args.model_name, config)
 
 
 def sparse_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield what does not go with the HF config: a frozen indexer that is not there, a wrong cut of the stream."""
+    """Yield conflicts with the HF config: a frozen indexer that the model lacks, a wrong context-parallel layout."""
     family = family_of(config)
     has_indexer = family is not None and bool(family.sparse_architecture)
     if args.freeze_indexer and not (has_indexer or args.spec or args.custom_model_provider_path):
@@ -242,7 +244,7 @@ def sparse_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
 
 
 def disagreements(args: Namespace, config: Mapping[str, Any]) -> list[str]:
-    """Return one line for each flag that differs from the config, and for all that no flag can say."""
+    """Return one line per flag that differs from the config, and per setting that no flag can express."""
     said, problems = config_says(config)
     lines = [
         f"{_as_given(flag.attribute, vars(args)[flag.attribute])}; {flag.source}"
@@ -255,9 +257,9 @@ def disagreements(args: Namespace, config: Mapping[str, Any]) -> list[str]:
 
 
 def _unsaid(args: Namespace, config: Mapping[str, Any], said: Mapping[str, Flag]) -> list[str]:
-    """Return one line for each flag that changes what the model computes, and of which its config.json says nothing.
+    """Return one line per flag that changes the model's output but is not in its config.json.
 
-    Layers of the user's own may have any flags.
+    Layers of a user's ``--spec`` may have any flags.
     """
     own_layers = args.custom_model_provider_path or (args.spec and family_of_spec(args.spec) is None)
     if own_layers or family_of(config) is None or config.get(IS_PARTIAL):
@@ -275,7 +277,7 @@ def _unsaid(args: Namespace, config: Mapping[str, Any], said: Mapping[str, Flag]
 
 
 def _is_other(args: Namespace, flag: Flag) -> bool:
-    """Return True when a flag's value means something else than the config's."""
+    """Return True if a flag's value differs in meaning from the config's."""
     values = flag.value, vars(args)[flag.attribute]
     width = args.kv_channels or args.hidden_size // args.num_attention_heads
     neutral = {**_NEUTRAL, "softmax_scale": width**-0.5, "kv_channels": width}.get(flag.attribute)
@@ -294,7 +296,7 @@ def _is_other(args: Namespace, flag: Flag) -> bool:
 
 
 def _as_given(attribute: str, value: Any) -> str:
-    """Return the words of a message for the value that a flag has."""
+    """Return a flag's value in the words of a message."""
     if isinstance(value, bool):
         if _megatron_defaults().get(attribute) is True:
             return f"{switched_off(attribute)} is {'not given' if value else 'given'}"
@@ -311,12 +313,12 @@ def _unknown_family(folder: str, config: Mapping[str, Any]) -> str:
 
 
 def check_other_models(args: Namespace) -> None:
-    """Refuse Hugging Face folders to load from that hold a model unknown here, or another than the flags.
+    """Check that other Hugging Face folders to load from hold a known model that agrees with the flags.
 
-    A Megatron checkpoint is compared when it is loaded (``checkpoints/checkpoint_fit.py``).
+    Megatron checkpoints are checked when they are loaded (``checkpoints/checkpoint_fit.py``).
 
     Raises:
-        ConfigError: with each flag, its value and the folder's.
+        ConfigError: lists each flag that differs, its value and the folder's.
     """
     folders = [("load", args.load), ("ref_load", args.ref_load)]
     folders += [(policy.load_arg, policy.folder) for policy in args.frozen_policies]
@@ -336,9 +338,9 @@ def check_other_models(args: Namespace) -> None:
 
 
 def check_that_weights_can_be_pushed(folder: str, model_name: str | None, config: dict[str, Any]) -> None:
-    """Refuse what the first push would find out: no name map for the model, or no way to quantize it.
+    """Check early what would fail in the first push: the model's name map and its quantization.
 
-    Also what none would find out: an engine that is another model.
+    Also check what no push would detect: a config from which SGLang builds another model.
     """
     if (kind := model_name or config.get("model_type")) is not None:
         find_weight_map(kind)
@@ -350,12 +352,12 @@ def check_that_weights_can_be_pushed(folder: str, model_name: str | None, config
 
 
 def check_engine_keys(config: dict[str, Any]) -> None:
-    """Refuse a config of which SGLang would serve another model, and say nothing.
+    """Reject a config from which SGLang would silently serve another model.
 
-    transformers does not know these names: a config.json that it wrote for a model built from scratch lacks them.
+    transformers does not know these keys, so a config.json that it wrote for a model built from scratch lacks them.
 
     Raises:
-        ConfigError: with every setting that is missing.
+        ConfigError: lists every missing setting.
     """
     family = family_of(config)
     if family is None:

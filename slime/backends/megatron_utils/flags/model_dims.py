@@ -1,4 +1,4 @@
-"""The dimensions of the model and the packing of its batches, from the flags alone; imports nothing of Megatron."""
+"""Dimensions of the model and packing of its batches, from the flags alone.  Does not import Megatron."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
     """Return the dimensions that Megatron's flags describe.
 
     Args:
-        args: flags of this run, or those stored in a checkpoint, perhaps by another program: what a family lacks may
-            be absent, and then has the size that published models have.
-        hf_config: config.json, which alone tells the layers of sparse attention that choose keys.
+        args: flags of this run, or those stored in a checkpoint, perhaps by another program.  Attributes that a family
+            does not use may be absent; the sizes of published models then apply.
+        hf_config: config.json, the only source for which layers of sparse attention select keys.
     """
     get = vars(args).get
     num_layers, heads = args.num_layers, args.num_attention_heads
@@ -69,7 +69,7 @@ def model_dims(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> M
 
 
 def _expert_sizes(args: Namespace) -> dict[str, Any]:
-    """Return the fields of the layers with experts: which they are, and their sizes."""
+    """Return the fields that describe the layers with experts: which they are, and their sizes."""
     get = vars(args).get
     if not get("num_experts"):
         return {"is_moe": (False,) * args.num_layers}
@@ -84,7 +84,7 @@ def _expert_sizes(args: Namespace) -> dict[str, Any]:
 
 
 def _linear_sizes(args: Namespace) -> dict[str, Any]:
-    """Return the fields of the layers with linear attention: which they are, and their sizes."""
+    """Return the fields that describe the layers with linear attention: which they are, and their sizes."""
     get = vars(args).get
     if not get("linear_attention_freq"):
         return {}
@@ -99,14 +99,14 @@ def _linear_sizes(args: Namespace) -> dict[str, Any]:
 
 
 def moe_layers(frequency: int | Sequence[int], num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has experts: every n-th from the first on, or as a list says."""
+    """Return for each layer whether it has experts: every n-th, starting with the first, or as the list says."""
     if isinstance(frequency, int):
         return tuple(layer % frequency == 0 for layer in range(num_layers))
     return tuple(bool(entry) for entry in frequency)
 
 
 def linear_layers(frequency: int | Sequence[int] | None, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether its attention is linear: not every n-th, or as a list says."""
+    """Return for each layer whether its attention is linear: all but every n-th, or as the list says."""
     if frequency is None:
         return (False,) * num_layers
     if isinstance(frequency, int):
@@ -117,7 +117,7 @@ def linear_layers(frequency: int | Sequence[int] | None, num_layers: int) -> tup
 def schedule_config(
     args: Namespace, *, dp_size: int, cp_size: int, vpp_size: int, microbatch_group_size_per_vp_stage: int
 ) -> ScheduleConfig:
-    """Return the packing of the flags over a trainer of these sizes."""
+    """Return the packing that the flags request, for a trainer of these parallel sizes."""
     from slime.train_data.schedule import ScheduleConfig
 
     batch = read_config(BatchConfig, args, add_data_arguments)

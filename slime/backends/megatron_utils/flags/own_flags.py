@@ -1,4 +1,4 @@
-"""Megatron flags that are no field of a config dataclass."""
+"""Megatron flags that are not fields of a config dataclass."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Add = Callable[..., None]
 
 
 def add_own_flags(parser: argparse.ArgumentParser) -> None:
-    """Add these flags; option strings already on ``parser`` are left alone."""
-    group = parser.add_argument_group("megatron", "Megatron flags that are no field of a config of megatron-core.")
+    """Add these flags; skip option strings that ``parser`` already has."""
+    group = parser.add_argument_group("megatron", "Megatron flags that are not fields of megatron-core's configs.")
 
     def add(*options: str, **settings: Any) -> None:
         add_unless_present(parser, group, list(options), **settings)
@@ -29,7 +29,7 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
 def _add_model(add: Add) -> None:
     add(
         "--group-query-attention",
-        help="Fewer key heads than query heads: --num-query-groups counts.",
+        help="Fewer key heads than query heads: as many as --num-query-groups.",
         action="store_true",
     )
     add(
@@ -41,47 +41,47 @@ def _add_model(add: Add) -> None:
     add("--use-rotary-position-embeddings", help="The same as --position-embedding-type rope.", action="store_true")
     add(
         "--no-position-embedding",
-        help="No learned positions; with --position-embedding-type rope there are none anyway.",
+        help="No learned positions. With --position-embedding-type rope there are none anyway.",
         action="store_false",
         dest="add_position_embedding",
         default=True,
     )
-    add("--rotary-seq-len-interpolation-factor", help="Positions are divided by this factor.", type=float)
-    add("--use-rope-scaling", help="--rope-scaling-factor divides low rotary frequencies.", action="store_true")
+    add("--rotary-seq-len-interpolation-factor", help="Divide positions by this factor.", type=float)
+    add("--use-rope-scaling", help="Divide low rotary frequencies by --rope-scaling-factor.", action="store_true")
     add("--rope-scaling-factor", help="The factor of --use-rope-scaling.", type=float, default=8.0)
     add(
         "--yarn-truncate",
         help=(
-            "YaRN rounds the range of dimensions between stretched and not to whole ones; of "
-            "--position-embedding-type yarn. Default: truncate of --hf-checkpoint's config.json, else on."
+            "Round the bounds of YaRN's ramp to whole dimensions, with --position-embedding-type yarn. "
+            "Default: truncate of --hf-checkpoint's config.json, else on."
         ),
         action=argparse.BooleanOptionalAction,
         default=None,
     )
     add(
         "--quick-geglu",
-        help="MLP and experts are gated by x * sigmoid(1.702 x); --glu-linear-offset is added to the other half.",
+        help="Gate MLP and experts with x * sigmoid(1.702 x); --glu-linear-offset is added to the other half.",
         action="store_true",
     )
     add(
         "--untie-embeddings-and-output-weights",
-        help="The output projection has weights of its own.",
+        help="The output projection does not share the embedding's weights.",
         action="store_true",
     )
-    add("--vocab-size", help="Vocabulary before padding; default: that of the HF config.", type=int)
+    add("--vocab-size", help="Vocabulary size before padding; default: that of the HF config.", type=int)
     add(
         "--make-vocab-size-divisible-by",
-        help="The vocabulary is padded to a multiple of this times the tensor-parallel size.",
+        help="Pad the vocabulary to a multiple of this times the tensor-parallel size.",
         type=int,
         default=128,
     )
     add("--max-position-embeddings", help="Longest position; default: --seq-length.", type=int)
-    add("--seq-length", help="Nominal sequence length; micro-batches are packed to their own.", type=int)
-    add("--spec", help="Module and function that give the layer spec.", nargs=2, metavar=("MODULE", "NAME"))
-    add("--post-self-attn-layernorm", help="A norm after attention, before its output is added.", action="store_true")
-    add("--post-mlp-layernorm", help="A norm after the MLP, before its output is added.", action="store_true")
+    add("--seq-length", help="Nominal sequence length; micro-batches are packed to varying lengths.", type=int)
+    add("--spec", help="Module and function that return the layer spec.", nargs=2, metavar=("MODULE", "NAME"))
+    add("--post-self-attn-layernorm", help="A norm after attention, before the residual add.", action="store_true")
+    add("--post-mlp-layernorm", help="A norm after the MLP, before the residual add.", action="store_true")
     add("--use-gated-attention", help="The same as --attention-output-gate.", action="store_true")
-    add("--enable-experimental", help="Let megatron-core use what it calls experimental.", action="store_true")
+    add("--enable-experimental", help="Enable megatron-core's experimental features.", action="store_true")
     add("--recompute-activations", help="The same as --recompute-granularity selective.", action="store_true")
 
 
@@ -90,7 +90,7 @@ def _add_layout(add: Add) -> None:
     add("--num-virtual-stages-per-pipeline-rank", help="Virtual stages of one pipeline rank.", type=int)
     add(
         "--disable-gloo-process-groups",
-        help="Make no gloo groups beside the NCCL ones.",
+        help="Create no gloo groups besides the NCCL groups.",
         action="store_false",
         dest="enable_gloo_process_groups",
         default=True,
@@ -98,8 +98,8 @@ def _add_layout(add: Add) -> None:
     add(
         "--no-align-grad-reduce",
         help=(
-            "With --overlap-grad-reduce and a pipeline, each stage reduces its gradients when they are ready instead "
-            "of all stages at the same moment."
+            "With --overlap-grad-reduce and pipeline parallelism, each stage reduces its gradients when they are "
+            "ready, instead of all stages at the same time."
         ),
         action="store_false",
         dest="align_grad_reduce",
@@ -111,18 +111,18 @@ def _add_layout(add: Add) -> None:
 def _add_schedule(add: Add) -> None:
     add(
         "--lr-decay-style",
-        help="Shape of the learning rate.",
+        help="Shape of the learning-rate decay.",
         default="linear",
         choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"],
     )
-    add("--lr-decay-iters", help="Steps over which the rate decays; default: all.", type=int)
-    add("--lr-warmup-iters", help="Steps of linear warm-up.", type=int, default=0)
+    add("--lr-decay-iters", help="Optimizer steps over which the learning rate decays; default: all.", type=int)
+    add("--lr-warmup-iters", help="Optimizer steps of linear warm-up.", type=int, default=0)
     add("--lr-warmup-fraction", help="Warm-up as a fraction of the decay steps.", type=float)
-    add("--lr-warmup-init", help="Rate at the first warm-up step.", type=float, default=0.0)
-    add("--lr-wsd-decay-iters", help="Steps of the last phase of WSD.", type=int)
+    add("--lr-warmup-init", help="Learning rate at the first warm-up step.", type=float, default=0.0)
+    add("--lr-wsd-decay-iters", help="Optimizer steps of the final decay phase of WSD.", type=int)
     add(
         "--lr-wsd-decay-style",
-        help="Shape of the last phase of WSD.",
+        help="Shape of the final decay phase of WSD.",
         default="exponential",
         choices=["exponential", "linear", "cosine", "minus_sqrt"],
     )
@@ -130,21 +130,21 @@ def _add_schedule(add: Add) -> None:
     add("--end-weight-decay", help="Weight decay at the end; default: --weight-decay.", type=float)
     add(
         "--weight-decay-incr-style",
-        help="How weight decay goes from start to end.",
+        help="Shape of the change of weight decay from start to end.",
         default="constant",
         choices=["constant", "linear", "cosine"],
     )
     add(
         "--use-checkpoint-opt-param-scheduler",
         "--use-checkpoint-opt_param-scheduler",
-        help="Take the schedule from the checkpoint.",
+        help="Use the schedule of the checkpoint.",
         action="store_true",
         dest="use_checkpoint_opt_param_scheduler",
     )
     add(
         "--override-opt-param-scheduler",
         "--override-opt_param-scheduler",
-        help="Take the schedule from the flags although a checkpoint has another.",
+        help="Use the schedule of the flags even if the checkpoint has another.",
         action="store_true",
         dest="override_opt_param_scheduler",
     )
@@ -153,16 +153,16 @@ def _add_schedule(add: Add) -> None:
 def _add_checkpoints(add: Add) -> None:
     add("--ckpt-step", help="Load this iteration instead of the latest.", type=int)
     add("--ckpt-format", help="Format of checkpoints.", default="torch_dist", choices=["torch_dist"])
-    add("--no-load-optim", help="Leave the optimizer state of the checkpoint.", action="store_true")
-    add("--no-load-rng", help="Leave the random states of the checkpoint.", action="store_true")
-    add("--no-save-rng", help="Save no random states.", action="store_true")
-    add("--finetune", help="Load weights only, and start at iteration 0.", action="store_true")
+    add("--no-load-optim", help="Do not load the optimizer state of the checkpoint.", action="store_true")
+    add("--no-load-rng", help="Do not load the random states of the checkpoint.", action="store_true")
+    add("--no-save-rng", help="Do not save random states.", action="store_true")
+    add("--finetune", help="Load only weights, and start at iteration 0.", action="store_true")
     add("--tokenizer-model", help="Default: --hf-checkpoint.")
     add("--tokenizer-type", help="Default: HuggingFaceTokenizer.")
 
 
 def load_spec(path: list[str]) -> Any:
-    """Import the function or the ready spec that ``--spec MODULE FUNC`` names.
+    """Import the function or the spec object that ``--spec MODULE NAME`` names.
 
     Raises:
         ConfigError: the module or the name does not exist.

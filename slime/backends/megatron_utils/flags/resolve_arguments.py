@@ -42,7 +42,7 @@ def derived_arguments(args: Namespace) -> dict[str, Any]:
     derived = {
         "start_weight_decay": args.weight_decay if start is None else start,
         "end_weight_decay": args.weight_decay if end is None else end,
-        # How checkpoints are written, which is recorded in them.
+        # Checkpoints record these settings of how they are written.
         "use_persistent_ckpt_worker": True,
         "ckpt_assume_constant_structure": True,
         "ckpt_fully_parallel_load": True,
@@ -55,7 +55,7 @@ def derived_arguments(args: Namespace) -> dict[str, Any]:
 
 
 def _precision(args: Namespace) -> dict[str, Any]:
-    """Return one of bf16, fp16, fp32; by default bf16 with CUDA and fp32 without."""
+    """Return the run's precision and what follows from it; by default bf16 with CUDA and fp32 without."""
     asked = [name for name in ("bf16", "fp16", "fp32") if getattr(args, name)]
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join('--' + name for name in asked)} are given; a run has one precision.")
@@ -68,14 +68,14 @@ def _precision(args: Namespace) -> dict[str, Any]:
         "fp16": fp16,
         "fp32": not (bf16 or fp16),
         "params_dtype": params_dtype(bf16=bf16, fp16=fp16),
-        # Gradients of bf16 parameters are summed in fp32, as Megatron does.
+        # As in Megatron, gradients of bf16 parameters are accumulated in fp32.
         "accumulate_allreduce_grads_in_fp32": args.accumulate_allreduce_grads_in_fp32 or bf16,
     }
 
 
 def _world(args: Namespace) -> dict[str, Any]:
-    """Return the ranks of the trainer, and how many of them are data-parallel."""
-    # A tool knows its world; a job's is made of the flags.
+    """Return the world size of the trainer, and its data-parallel size."""
+    # A tool has set world_size; for a job it follows from the flags.
     world_size = vars(args).get("world_size") or args.actor_num_nodes * args.actor_num_gpus_per_node
     model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if world_size % model_size:
@@ -97,7 +97,7 @@ def _world(args: Namespace) -> dict[str, Any]:
 
 
 def _layout(args: Namespace) -> dict[str, Any]:
-    """Return virtual pipeline stages, sequence parallelism, recompute."""
+    """Return the settings of virtual pipeline stages, sequence parallelism and recomputation."""
     pipeline = args.pipeline_model_parallel_size
     virtual = args.virtual_pipeline_model_parallel_size or args.num_virtual_stages_per_pipeline_rank
     if args.num_layers_per_virtual_pipeline_stage:
@@ -122,8 +122,8 @@ def _layout(args: Namespace) -> dict[str, Any]:
     is_tensor_parallel = args.tensor_model_parallel_size > 1
     if is_tensor_parallel and not args.sequence_parallel and (args.num_experts or args.multi_latent_attention):
         logger.info(
-            "--sequence-parallel is turned on: with tensor parallelism, megatron-core trains experts and multi-latent "
-            "attention right only with it."
+            "--sequence-parallel is turned on: with tensor parallelism, megatron-core needs it to train experts and "
+            "multi-latent attention correctly."
         )
     sequence_parallel = args.sequence_parallel or bool(args.num_experts) or args.multi_latent_attention
     return {
@@ -136,7 +136,7 @@ def _layout(args: Namespace) -> dict[str, Any]:
 
 
 def _shape(args: Namespace) -> dict[str, Any]:
-    """Return sizes that follow from others, as Megatron derives them."""
+    """Return sizes that Megatron derives from others."""
     ffn = args.ffn_hidden_size
     if ffn is None:
         ffn = int(4 * args.hidden_size * 2 / 3) // 64 * 64 if args.swiglu or args.quick_geglu else 4 * args.hidden_size
@@ -166,7 +166,7 @@ def _shape(args: Namespace) -> dict[str, Any]:
 
 
 def _rope(args: Namespace) -> dict[str, Any]:
-    """Return the rotary flags that neither the command nor config.json gave."""
+    """Return defaults for the rotary flags that neither the command nor config.json gave."""
     is_yarn, is_latent = has_yarn(args), args.multi_latent_attention
     names = [*YARN_DEFAULTS, *(() if is_latent else ("yarn_truncate",))]
     given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
@@ -184,7 +184,7 @@ def _rope(args: Namespace) -> dict[str, Any]:
 
 
 def _vocabulary(args: Namespace) -> dict[str, Any]:
-    """Return the vocabulary, its padding for tensor parallelism, and the tokenizer's name."""
+    """Return the vocabulary size, the size padded for tensor parallelism, and the tokenizer's name."""
     vocab_size = args.vocab_size
     if not vocab_size:
         raise ConfigError("--vocab-size is not given, and no --hf-checkpoint whose config.json tells it; give one.")
@@ -204,12 +204,12 @@ def _vocabulary(args: Namespace) -> dict[str, Any]:
 
 
 def warmup_steps(decay: float, iters: int, fraction: float | None) -> float:
-    """Return the optimizer steps over which the learning rate rises.
+    """Return the number of optimizer steps of the learning rate's warm-up.
 
     Args:
-        decay: the steps over which it falls, the rise included.
-        iters: ``--lr-warmup-iters``.
-        fraction: ``--lr-warmup-fraction``; None: the former counts.
+        decay: decay steps, including the warm-up.
+        iters: ``--lr-warmup-iters``, used if ``fraction`` is None.
+        fraction: ``--lr-warmup-fraction``, of the decay steps.
 
     Raises:
         ConfigError: the warm-up is as long as the whole decay.
@@ -224,7 +224,7 @@ def warmup_steps(decay: float, iters: int, fraction: float | None) -> float:
 
 
 def _kernels(args: Namespace) -> dict[str, Any]:
-    """Switch off what slime's layers do otherwise, and say so once."""
+    """Return replacements for kernel flags that slime's layers do not support, and log each."""
     derived = reset_what_has_no_effect(args)
     if args.transformer_impl != "local":
         derived["transformer_impl"] = "local"

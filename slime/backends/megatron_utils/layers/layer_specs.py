@@ -1,8 +1,8 @@
 """The layers of a GPT model, built from megatron-core's modules with our norm and our packed attention.
 
 megatron-core's ready-made specs need TransformerEngine for packed sequences and for norms under sequence parallelism.
-The names on disk are TransformerEngine's all the same (a fused ``linear_qkv.layer_norm_weight``), so that checkpoints
-are exchanged with a Megatron that has it.
+The names on disk are TransformerEngine's (a fused ``linear_qkv.layer_norm_weight``), so checkpoints can be exchanged
+with a Megatron that uses it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class BlockSpec(TransformerBlockSubmodules):
     """The layers of a pipeline stage, the final norm, and the transformer layer inside each MTP layer."""
 
     mtp_layer: ModuleSpec | None = None
-    """None takes the last layer of the stage, which is right wherever layers of a kind are alike."""
+    """None uses the last layer of the stage, which is correct if all layers of a kind are equal."""
     finish: Callable[[Any], None] | None = None
-    """Called with the built model of this stage: adds what the family has outside of its layers."""
+    """Called with the built model of this stage, to add modules that the family has outside of its layers."""
 
 
 def get_layer_spec(
@@ -65,7 +65,7 @@ def get_layer_spec(
     """Return one transformer layer: norm, self-attention, norm, MLP or experts.
 
     Args:
-        post_self_attn_layernorm: a norm after attention, before its output is added (GLM-4).
+        post_self_attn_layernorm: add a norm after attention, before the residual add (GLM-4).
         post_mlp_layernorm: the same after the MLP.
     """
     attention = latent_attention_spec(config) if config.multi_latent_attention else _attention_spec(config)
@@ -99,7 +99,7 @@ def get_block_spec(
     """Return the layers of this pipeline stage, and the final norm.
 
     Args:
-        change: (layer, its number from 1 over the whole model) to the layer that takes its place.
+        change: (layer, its number over the whole model, counted from 1) -> the layer that replaces it.
     """
     frequency = [0] * config.num_layers if config.num_moe_experts is None else config.moe_layer_freq
     pattern = moe_layers(frequency, config.num_layers)
@@ -113,7 +113,7 @@ def get_block_spec(
 
 
 def block_spec_of_flags(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> BlockSpec:
-    """Return the layers that the model flags alone describe, by the signature of ``--spec``."""
+    """Return the layers that the model flags describe; has the signature of a ``--spec`` function."""
     return get_block_spec(
         config,
         vp_stage,
@@ -143,38 +143,36 @@ def _mlp_matrices() -> MLPSubmodules:
     return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 
-# The layer classes.  megatron-core tells attention how the tokens of a micro-batch are packed, but not the router: a
-# layer and its experts pass that on.
+# The layer classes.  megatron-core passes the packing of a micro-batch to attention, but not to the router; these
+# layers and their experts pass it on.
 
 
 class RoutedLayer(TransformerLayer):
-    """TransformerLayer that hands the router's inputs to its experts, in place of megatron-core's padding mask."""
+    """TransformerLayer that passes the router's inputs to its experts, as megatron-core's padding mask."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run as the parent does; ``packed_seq_params`` may carry samples and the experts to choose."""
+        """Run the parent's forward; ``packed_seq_params`` may carry samples and the experts to choose."""
         kwargs["padding_mask"] = RouterInputs.of(kwargs.get("packed_seq_params"))
         return super().forward(*args, **kwargs)
 
 
 class RoutedExperts(MoELayer):
-    """MoELayer that gives its router the inputs of the current pass, with a token dispatcher of our own.
+    """MoELayer with our token dispatcher that gives its router the inputs of the current pass.
 
-    Passes of several micro-batches interleave, and a recomputed pass comes back later: so the inputs belong to the
-    pass, not to the layer.
+    The inputs belong to a pass, not to the layer: passes of several micro-batches interleave, and recomputation
+    repeats a pass later.
     """
 
     moe_layer_recompute: bool
     router_class: type[Router] = Router
-    """A family with another choice of experts has another."""
+    """Overridden by families that choose experts differently."""
 
     def __init__(self, config: TransformerConfig, submodules: MoESubmodules | None = None, **kwargs: Any) -> None:
-        """Build with ``submodules`` in place of our router and experts; the config says whether there are shared
-        experts.
-        """
+        """Build the layer; ``submodules`` replaces our router and experts.  The config decides on shared experts."""
         shared = ModuleSpec(module=SharedExpertMLP, submodules=_mlp_matrices())
         own = MoESubmodules(router=self.router_class, experts=StackedExperts, shared_experts=shared)
         super().__init__(config, submodules or own, **kwargs)
-        # Recomputed here, with the router's inputs of the pass.
+        # Recomputed here instead, with the router's inputs of the pass.
         self.recomputes, self.moe_layer_recompute = self.moe_layer_recompute, False
         if GatherDispatcher.serves(self.config):
             self.token_dispatcher = GatherDispatcher(self.num_local_experts, self.config, get_default_pg_collection())
@@ -182,7 +180,7 @@ class RoutedExperts(MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: RouterInputs | None = None
     ) -> Any:
-        """Map [t, 1, hidden] to [t, 1, hidden], and None in place of a bias."""
+        """Map [t, 1, hidden] to [t, 1, hidden]; also return None in place of a bias."""
         run = partial(self._run, padding_mask or RouterInputs())
         if self.recomputes:
             return tensor_parallel.checkpoint(run, False, hidden_states)
@@ -197,28 +195,28 @@ class RoutedExperts(MoELayer):
 OutputWithBias = tuple[Tensor, Tensor | None]
 ResidualAdd = Callable[[OutputWithBias, Tensor, float], Tensor]
 GetResidualAdd = Callable[[bool, bool], ResidualAdd]
-"""(training, fused) to the function: what megatron-core calls bias-dropout-add."""
+"""(training, fused) -> function; megatron-core's bias-dropout-add."""
 
 
 @dataclass
 class SandwichLayerSubmodules(TransformerLayerSubmodules):
-    """The parts of a layer, with the norms after attention and MLP; either may be left out."""
+    """The parts of a layer, including optional norms after attention and after the MLP."""
 
     post_self_attn_layernorm: ModuleSpec | type = IdentityOp
     post_mlp_layernorm: ModuleSpec | type = IdentityOp
 
 
 class SandwichLayer(RoutedLayer):
-    """Layer with a norm on both sides of attention and MLP, as GLM-4 has it.
+    """Layer with norms before and after attention and MLP, as in GLM-4.
 
         h = h + post_self_attn_layernorm(attention(input_layernorm(h)))
         h = h + post_mlp_layernorm(mlp(pre_mlp_layernorm(h)))
 
-    megatron-core's layer knows the norms in front only.  The parameters are named as a Megatron that knows these
-    options names them, in memory and on disk: ``post_self_attn_layernorm.weight``, ``post_mlp_layernorm.weight``.
+    megatron-core's layer has only the norms before.  In memory and on disk the parameters have the names of Megatron
+    versions that support both: ``post_self_attn_layernorm.weight``, ``post_mlp_layernorm.weight``.
 
-    megatron-core calls ``self_attn_bda`` and ``mlp_bda`` (bias, dropout, add) at just these two places, whatever is
-    recomputed or sharded around them; so the norms are put in front of them.
+    megatron-core calls ``self_attn_bda`` and ``mlp_bda`` (bias, dropout, add) at exactly these two places, whatever is
+    recomputed or sharded around them, so the norms run in front of these calls.
     """
 
     def __init__(
@@ -230,8 +228,8 @@ class SandwichLayer(RoutedLayer):
         self.post_mlp_layernorm = build_module(submodules.post_mlp_layernorm, config=config, **size)
         self.self_attn_bda: GetResidualAdd = _norm_first(self.post_self_attn_layernorm, self.self_attn_bda)
         self.mlp_bda: GetResidualAdd = _norm_first(self.post_mlp_layernorm, self.mlp_bda)
-        # The stock handler turns gradients on, which does no harm to an add of tensors that need none.  A norm has a
-        # weight: a pass without gradients, or the first pass of a recomputed layer, would keep a graph for it.
+        # The stock handler enables gradients, which is harmless for an add of tensors that need none.  But a norm has
+        # a weight: a pass without gradients, or the first pass of a recomputed layer, would keep a graph for it.
         self.bias_dropout_add_exec_handler = nullcontext
 
 

@@ -1,18 +1,19 @@
-"""Multi-token prediction: layers after the model that predict further ahead, trained without touching the model.
+"""Multi-token prediction (MTP): layers after the model that predict tokens further ahead, trained without changing the
+model.
 
-Layer k joins the hidden state of a position with the embedding of the token k places on, and passes the result
-through a transformer layer; the model's own vocabulary projection reads a prediction off it (DeepSeek-V3, arXiv
-2412.19437).  Engines use these layers as the draft of speculative decoding.
+Layer k combines the hidden state of a position with the embedding of the token k places ahead, passes the result
+through a transformer layer, and predicts the next token with the model's vocabulary projection (DeepSeek-V3, arXiv
+2412.19437).  Engines use these layers as the draft model of speculative decoding.
 
-megatron-core's layers and parameter names are kept.  What differs from its own training of them:
+Layers and parameter names are megatron-core's.  The training differs:
 
-* The hidden states, the embeddings and the vocabulary projection are detached, so that the loss reaches the MTP layers
-  alone.
-* A forward pass gives the logits and, beside them, the log-probs of the tokens further ahead; the loss is made of
-  these where the policy's loss is made, with the same denominators.
+* The hidden states, the embeddings and the vocabulary projection are detached, so the loss reaches only the MTP
+  layers.
+* A forward pass returns the logits and the log-probs of the tokens further ahead.  The MTP loss is computed from these
+  next to the policy loss, with the same denominators.
 * On the last pipeline stage the embedding is a plain copy, sent by the first stage before every step.  megatron-core
-  makes it a second parameter, with a gradient buffer and optimizer states, whose gradient would always be zero here.
-* Without training the layers are mere weights: loaded, frozen, saved and pushed, but not run.
+  makes it a second parameter with a gradient buffer and optimizer state, whose gradient would always be zero here.
+* If MTP is not trained, the layers are loaded, frozen, saved and pushed, but not run.
 """
 
 from __future__ import annotations
@@ -54,24 +55,24 @@ class MtpInputs:
     """Inputs of a forward pass that runs the MTP layers."""
 
     depths: Sequence[MultiTokenDepth]
-    """One for each layer."""
+    """One per MTP layer."""
     vocab_size: int
     """Without padding."""
     chunk_size: int
-    """Rows of logits held at a time, in fp32 and at all; -1 for all rows."""
+    """Rows of logits computed at a time; -1 for all rows."""
 
 
 class LogitsAndMtp(NamedTuple):
     """Output of a forward pass with :class:`MtpInputs`."""
 
     logits: Tensor
-    """[1, T, V] of the model itself."""
+    """[1, T, V], of the model."""
     mtp_log_probs: list[Tensor]
-    """[depth] of shape [R]: log-probs of ``MultiTokenDepth.target_R``."""
+    """Per depth, [R] log-probs of ``MultiTokenDepth.target_R``."""
 
 
 def get_mtp_spec(config: TransformerConfig, block: ModuleSpec | TransformerBlockSubmodules) -> ModuleSpec:
-    """Return ``--mtp-num-layers`` layers, each around the layer that the block names for it, or its last one."""
+    """Return ``--mtp-num-layers`` MTP layers, each around the block's ``mtp_layer``, or else its last layer."""
     if isinstance(block, ModuleSpec):
         inner = block
     else:
@@ -91,7 +92,7 @@ def get_mtp_spec(config: TransformerConfig, block: ModuleSpec | TransformerBlock
 
 
 def without_mtp(config: TransformerConfig) -> TransformerConfig:
-    """Return the config of the model itself, without the field that makes megatron-core build MTP layers."""
+    """Return a copy of the config without the field that makes megatron-core build MTP layers."""
     trunk = copy.copy(config)
     trunk.mtp_num_layers = None
     return trunk
@@ -101,12 +102,12 @@ class MtpLayer(MultiTokenPredictionLayer):
     """One layer: ``norm(transformer_layer(eh_proj([enorm(embedding); hnorm(hidden)])))``."""
 
     def forward(self, hidden: Tensor, embedded: Tensor, **layer_arguments: Any) -> Tensor:
-        """Map [t, 1, h] (a slice of the tokens under sequence parallelism) to the same.
+        """Map [t, 1, h] to [t, 1, h]; under sequence parallelism t is a slice of the tokens.
 
         Args:
-            hidden: of the model, after its final norm, or of the MTP layer before this one.
-            embedded: of the tokens further ahead; without gradient.
-            layer_arguments: of the transformer layer.
+            hidden: output of the model's final norm, or of the previous MTP layer.
+            embedded: embeddings of the tokens further ahead, without gradient.
+            layer_arguments: passed to the transformer layer.
         """
 
         def run(hidden: Tensor, embedded: Tensor) -> Tensor:
@@ -115,14 +116,14 @@ class MtpLayer(MultiTokenPredictionLayer):
         if not (self.training and self.config.recompute_granularity == "full"):
             return run(hidden, embedded)
         if not hidden.requires_grad:
-            # Recomputation passes gradients on only where one of its inputs wants one: without this the parameters
-            # would silently get none.
+            # Recomputation computes gradients only if one of its inputs requires one; otherwise the parameters would
+            # silently get none.
             hidden = hidden.detach().requires_grad_()
         return tensor_parallel.checkpoint(run, False, hidden, embedded)
 
 
 class MtpBlock(MultiTokenPredictionBlock):
-    """The layers, each fed with the hidden states of the one before."""
+    """The MTP layers; each gets the hidden states of the previous one."""
 
     def forward(
         self,
@@ -131,13 +132,13 @@ class MtpBlock(MultiTokenPredictionBlock):
         embed: Callable[[Tensor], Tensor],
         **layer_arguments: Any,
     ) -> list[Tensor]:
-        """Return the hidden states [t, 1, h] of every depth.
+        """Return the hidden states [t, 1, h] of each depth.
 
         Args:
-            hidden: of the model, after its final norm; detached here.
-            inputs: [1, T] token ids of every depth.
-            embed: token ids to embeddings [t, 1, h].
-            layer_arguments: of the transformer layers.
+            hidden: output of the model's final norm; detached here.
+            inputs: [1, T] token ids per depth.
+            embed: maps token ids to embeddings [t, 1, h].
+            layer_arguments: passed to the transformer layers.
         """
         hidden = hidden.detach()
         outputs = []
@@ -150,25 +151,25 @@ class MtpBlock(MultiTokenPredictionBlock):
 
 
 class GPTModelWithMtp(GPTModel):
-    """GPTModel with MTP layers where its vocabulary projection is.
+    """GPTModel with MTP layers on the stage of its vocabulary projection.
 
-    Invariant: in memory, on disk and in every exchange of weights the layers are ``mtp.layers.{j}``; with
-    ``trains_mtp`` False none of their parameters requires a gradient.
+    Invariant: in memory, on disk and in weight pushes the layers are named ``mtp.layers.{j}``.  If ``trains_mtp`` is
+    False, none of their parameters requires a gradient.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, mtp_spec: ModuleSpec, trains_mtp: bool, **kwargs: Any):
         super().__init__(without_mtp(config), *args, **kwargs)
         self._mtp_inputs: MtpInputs | None = None
-        # In a tuple, which hides it from the module's parameters: a copy of what another stage owns.
+        # A tuple hides this copy from the module's parameters: another stage owns the original.
         self._embedding_copy: tuple[LanguageModelEmbedding, ...] = ()
         if not self.post_process:
             return
-        # The layers share the model's config: see without_mtp.
+        # The layers share the model's config, see without_mtp.
         self.mtp = MtpBlock(config=self.config, spec=mtp_spec, vp_stage=self.vp_stage)
         for layer in self.mtp.layers:
             mlp = layer.transformer_layer.mlp
             if hasattr(mlp, "set_layer_number"):
-                # megatron-core's table of auxiliary losses has no row beyond the model's own layers.
+                # megatron-core's table of auxiliary losses has rows only for the model's own layers.
                 mlp.set_layer_number(config.num_layers)
         if not trains_mtp:
             self.mtp.requires_grad_(False)
@@ -183,7 +184,7 @@ class GPTModelWithMtp(GPTModel):
             self._embedding_copy = (copied.requires_grad_(False),)
 
     def forward(self, *args: Any, mtp_inputs: MtpInputs | None = None, **kwargs: Any) -> Any:
-        """Run as GPTModel does; with ``mtp_inputs``, give :class:`LogitsAndMtp` on the stage with the vocabulary
+        """Run GPTModel's forward; with ``mtp_inputs``, return :class:`LogitsAndMtp` on the stage with the vocabulary
         projection.
         """
         self._mtp_inputs = mtp_inputs
@@ -193,7 +194,7 @@ class GPTModelWithMtp(GPTModel):
             self._mtp_inputs = None
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        """Compute the logits as GPTModel does, and the log-probs of the MTP layers where they are asked for."""
+        """Compute the logits as GPTModel does, and with MTP inputs the log-probs of the MTP layers."""
         output = super()._postprocess(hidden_states, **kwargs)
         inputs = self._mtp_inputs
         if inputs is None or not self.post_process:
@@ -220,9 +221,7 @@ class GPTModelWithMtp(GPTModel):
         return embedding(input_ids=input_ids, position_ids=None)
 
     def _log_probs(self, hidden: Tensor, depth: MultiTokenDepth, inputs: MtpInputs) -> Tensor:
-        """Return [R] log-probs of the depth's targets; at no time is there more than one chunk of rows of the
-        logits.
-        """
+        """Return [R] log-probs of the depth's targets, with at most one chunk of logit rows in memory."""
         shared = self.share_embeddings_and_output_weights
         weight = (self.shared_embedding_or_output_weight() if shared else self.output_layer.weight).detach()
         if self.config.sequence_parallel:
@@ -251,16 +250,16 @@ class GPTModelWithMtp(GPTModel):
 
 @torch.no_grad()
 def send_embedding_to_mtp(model: Sequence[torch.nn.Module]) -> None:
-    """Bring the last stage's copy of the embedding up to date.  Collective over the first and the last stage.
+    """Update the last pipeline stage's copy of the embedding.  Collective over the first and the last stage.
 
-    Must be called before a step that trains MTP layers; does nothing without pipeline parallelism.
+    Call it before a step that trains MTP layers; it does nothing without pipeline parallelism.
     """
     if mpu.get_pipeline_model_parallel_world_size() == 1:
         return
     if mpu.is_pipeline_first_stage(ignore_virtual=True):
         chunk = model[0]
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)  # the new weights may still be on their way
+            chunk.start_param_sync(force_sync=True)  # the all-gather of the new weights may still be in flight
         weight = unwrap_model(chunk).embedding.word_embeddings.weight.data
     elif mpu.is_pipeline_last_stage(ignore_virtual=True):
         inner = unwrap_model(model[-1])
@@ -272,19 +271,21 @@ def send_embedding_to_mtp(model: Sequence[torch.nn.Module]) -> None:
     dist.broadcast(weight, src=dist.get_process_group_ranks(group)[0], group=group)
 
 
-# The loss of the MTP layers: its inputs of a forward pass, and the loss of the resulting log-probs.
+# The loss of the MTP layers: the inputs of a forward pass, and the loss from the resulting log-probs.
 #
-#     loss of depth k = minus the log-prob of the token 1 + k ahead, averaged over the step as the policy's loss is
+#     loss of depth k = minus the log-prob of the token 1 + k ahead, averaged over the step like the policy loss
 #     loss = --mtp-loss-scaling-factor * mean over the depths
 #
-# The same masks and denominators as the policy's make it independent of packing and layout.  The softmax is the
-# model's own, at temperature 1.
+# It has the masks and denominators of the policy loss, so it does not depend on packing or parallel layout.  The
+# softmax has temperature 1.
 
 
 def mtp_inputs(
     chunk: torch.nn.Module, batch: dict[str, Any], packing: PackingConfig, *, vocab_size: int, chunk_size: int
 ) -> MtpInputs | None:
-    """Return inputs and targets of the MTP layers for a batch of ``data.get_batch``; None where there are none."""
+    """Return inputs and targets of the MTP layers for a batch of ``data.get_batch``; None if the chunk has no MTP
+    layers.
+    """
     mtp: MtpBlock | None = getattr(unwrap_model(chunk), "mtp", None)
     if mtp is None:
         return None
@@ -300,12 +301,12 @@ def mtp_inputs(
 
 
 def mtp_loss(depths: Sequence[MultiTokenDepth], log_probs: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean loss over the depths, reduced but not yet weighed against the policy's, and its metrics.
+    """Return the mean loss over the depths, reduced but not yet scaled, and its metrics.
 
     Returns:
         the loss, and ``mtp_loss`` with ``mtp_{depth}_loss``, depths counted from 1.
     """
-    # What is masked cannot contribute, not even a NaN.
+    # Masked tokens contribute nothing, not even a NaN.
     losses = [
         -torch.where(depth.weight_R != 0, log_prob_R * depth.weight_R, 0.0).sum()
         for depth, log_prob_R in zip(depths, log_probs, strict=True)

@@ -1,6 +1,6 @@
-"""RMSNorm and LayerNorm that work with and without CUDA, under sequence parallelism and with a zero-centred weight.
+"""RMSNorm and LayerNorm with and without CUDA, under sequence parallelism and with a zero-centered weight.
 
-megatron-core's own torch norm refuses the last two, and its fused ones need TransformerEngine or Apex.
+megatron-core's torch norm supports neither of the last two, and its fused norms need TransformerEngine or Apex.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from slime.utils.errors import ConfigError
 
 
 class Norm(torch.nn.Module):
-    """Normalisation of the last dimension, computed in fp32, returned in the input's dtype.
+    """Normalizes the last dimension in fp32 and returns the input's dtype.
 
-    With ``--apply-layernorm-1p`` the stored weight is the distance from one.  Under sequence parallelism each rank
-    sees a slice of the tokens, so the parameters are marked for the gradient sum over the tensor-parallel group.
+    With ``--apply-layernorm-1p`` the stored weight is the weight minus one.  Under sequence parallelism each rank sees
+    a slice of the tokens, so the parameters are marked for the gradient all-reduce over the tensor-parallel group.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         """Create the parameters.
 
         Raises:
-            ConfigError: ``--normalization`` is another one.
+            ConfigError: ``--normalization`` is neither RMSNorm nor LayerNorm.
         """
         super().__init__()
         if config.normalization not in ("RMSNorm", "LayerNorm"):
-            raise ConfigError(f"--normalization is {config.normalization!r}; RMSNorm and LayerNorm are known.")
+            raise ConfigError(f"--normalization is {config.normalization!r}; it must be RMSNorm or LayerNorm.")
         self.shape = (hidden_size,)
         self.eps = eps
         self.is_zero_centered = config.layernorm_zero_centered_gamma
@@ -45,12 +45,12 @@ class Norm(torch.nn.Module):
             vars(parameter)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute ``x / rms(x) * weight`` or ``(x - mean) / std * weight + bias``, of the shape and dtype of ``x``."""
+        """Return ``x / rms(x) * weight`` or ``(x - mean) / std * weight + bias``, in the shape and dtype of ``x``."""
         if not self.is_zero_centered:
             if self.bias is None:
                 return F.rms_norm(x.to(self.weight.dtype), self.shape, self.weight, self.eps).to(x.dtype)
             return F.layer_norm(x.to(self.weight.dtype), self.shape, self.weight, self.bias, self.eps).to(x.dtype)
-        # 1 + weight would round in bf16: the sum and the product are taken in fp32.
+        # 1 + weight would round in bf16, so the sum and the product are computed in fp32.
         weight = self.weight.float() + 1.0
         if self.bias is None:
             return F.rms_norm(x.float(), self.shape, weight, self.eps).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The products of a layer's linear modules, and another way to compute them."""
+"""Replaces the matrix products of a layer's linear modules by other implementations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.layers.latent_attention import ReplicatedLine
 
 
 def matrices(layer: TransformerLayer) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """Yield (owner, name, module) of the layer's linear modules; their subclasses have a forward pass of their own."""
+    """Yield (owner, name, module) of the layer's linear modules, except subclasses, which define their own forward."""
     for owner in layer.modules():
         for name, module in owner.named_children():
             if type(module) in (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, StackedLinear):
@@ -28,10 +28,10 @@ def matrices(layer: TransformerLayer) -> Iterator[tuple[torch.nn.Module, str, to
 
 
 class Products(Protocol):
-    """A way to multiply by the weight of a layer."""
+    """An implementation of the product with a layer's weight."""
 
     def product(self, x: Tensor, weight: Tensor, index: int = 0) -> Tensor:
-        """Return ``x @ weight.T``, [T, N]; the weight is the layer's, or its expert ``index``'s."""
+        """Return ``x @ weight.T``, [T, N].  The weight is the layer's, or that of its expert ``index``."""
 
 
 def linear(
@@ -45,7 +45,7 @@ def linear(
     tp_group: Any = None,
     **unused: Any,
 ) -> Tensor:
-    """Take the place of a Megatron linear layer's ``_forward_impl``; the gathered input is kept for the backward."""
+    """Replace a Megatron linear layer's ``_forward_impl``; the gathered input is kept for the backward pass."""
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
     elif allreduce_dgrad:
@@ -55,19 +55,19 @@ def linear(
 
 
 def experts_linear(rows: Products, module: StackedLinear, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """Take the place of ``StackedLinear.forward``: one product an expert, which needs the counts on the host."""
+    """Replace ``StackedLinear.forward`` by one product per expert, which needs the counts on the host."""
     counts = tokens_per_expert.tolist()
     pairs = zip(x.split(counts), module.weight.unbind(0), strict=True)
     return torch.cat([rows.product(tokens, matrix, index) for index, (tokens, matrix) in enumerate(pairs)])
 
 
 def replicated_linear(rows: Products, module: ReplicatedLinear, x: Tensor) -> Tensor:
-    """Take the place of ``ReplicatedLinear.forward``."""
+    """Replace ``ReplicatedLinear.forward``."""
     return rows.product(x.flatten(0, -2), module.weight).unflatten(0, x.shape[:-1])
 
 
 def multiply_by(rows: Products, module: torch.nn.Module) -> None:
-    """Have a linear module of :func:`matrices` multiply in another way."""
+    """Make a linear module of :func:`matrices` compute its products with ``rows``."""
     if isinstance(module, StackedLinear):
         vars(module)["forward"] = partial(experts_linear, rows, module)
     elif isinstance(module, ReplicatedLinear):

@@ -1,7 +1,7 @@
-"""Rotary position embedding of packed sequences (RoFormer, arXiv 2104.09864), without waiting on the host.
+"""Rotary position embedding of packed sequences (RoFormer, arXiv 2104.09864), without host synchronization.
 
-megatron-core splits packed tokens by sequence in every layer, for which the host must wait for the lengths each time;
-here the angles of all tokens are looked up once a micro-batch, on the device, and kept on its ``PackedSeqParams``.
+megatron-core splits packed tokens by sequence in every layer, and each time the host waits for the lengths.  Here the
+angles of all tokens are looked up on the device once per micro-batch and cached on its ``PackedSeqParams``.
 
 Shapes: t = tokens of this rank, h = heads, d = head dimension, r = rotated dimensions (r <= d).
 """
@@ -35,7 +35,7 @@ def cumulative_lengths(packed_seq_params: Any) -> Tensor:
 
 
 def kept_on(packed_seq_params: Any, name: str, make: Callable[[], Any]) -> Any:
-    """Return what ``make`` gives in the first layer of a micro-batch; later layers find it as attribute ``name``."""
+    """Call ``make`` in the first layer of a micro-batch; cache the result as attribute ``name`` for later layers."""
     kept = vars(packed_seq_params)
     if name not in kept:
         kept[name] = make()
@@ -43,9 +43,7 @@ def kept_on(packed_seq_params: Any, name: str, make: Callable[[], Any]) -> Any:
 
 
 def natural_order(packed_seq_params: Any, cp_size: int) -> Tensor:
-    """Return [T], the place of each token of the stream in the concatenated parts of the ranks; kept on
-    its argument.
-    """
+    """Return [T], the index of each token of the stream in the ranks' concatenated parts; cached on its argument."""
 
     def make() -> Tensor:
         cu = cumulative_lengths(packed_seq_params)
@@ -55,8 +53,8 @@ def natural_order(packed_seq_params: Any, cp_size: int) -> Tensor:
 
 
 def zigzag_places(offsets: list[int], cp_size: int) -> Tensor:
-    """Return [T] for sequences that begin at ``offsets`` (the last is the end), each a multiple of 2 *
-    cp_size long.
+    """Return :func:`natural_order` for sequences that start at ``offsets`` (the last entry is the end); each length is
+    a multiple of 2 * cp_size.
     """
     parts = [
         slice_zigzag(torch.arange(begin, end), CPRank(rank, cp_size))
@@ -70,7 +68,7 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, cp: CPRank) -> Tensor:
     """Return the position of each token of this rank in its own sequence, int64 [num_tokens].
 
     Args:
-        cu_seqlens: [n + 1], cumulative full lengths, each a multiple of 2 * cp.size when that is above 1.
+        cu_seqlens: [n + 1] cumulative lengths of whole sequences, each a multiple of 2 * cp.size if cp.size > 1.
         cp: this rank, which holds two chunks of every sequence (zigzag).
     """
     local = cu_seqlens.long() // cp.size
@@ -89,21 +87,22 @@ def rotary_tables(
     params: PackedSeqParams, freqs: Tensor, num_tokens: int, cp: CPRank, *, interleaved: bool,
     mscale: float = 1.0, name: str = "rotary_tables",
 ) -> RotaryTables:  # fmt: skip
-    """Return the tables of a micro-batch, computed by its first layer and kept on ``params`` for the others.
+    """Return the tables of a micro-batch; the first layer computes them and caches them on ``params``.
 
     Args:
-        params: of the micro-batch; lengths over all context-parallel ranks.
-        freqs: megatron-core's angles by position, [longest, 1, 1, r], each twice: side by side when ``interleaved``,
-            else as two halves.
-        interleaved: which dimensions are rotated together: (0, 1), (2, 3), ... or (0, r / 2), (1, r / 2 + 1), ...
+        params: packing of the micro-batch, with lengths over all context-parallel ranks.
+        freqs: megatron-core's angles by position, [longest, 1, 1, r], each twice: adjacent if ``interleaved``, else in
+            two halves.
+        interleaved: rotate the dimension pairs (0, 1), (2, 3), ... instead of (0, r / 2), (1, r / 2 + 1), ...
         mscale: factor on cos and sin (YaRN).
+        name: attribute of ``params`` that caches the tables.
     """
 
     def make() -> RotaryTables:
         positions = packed_positions(cumulative_lengths(params), num_tokens, cp)
         angles = freqs.flatten(1)
         angles = angles[:, ::2] if interleaved else angles[:, : angles.size(1) // 2]
-        # Padding after the last sequence may be beyond the longest one: its angle does not matter.
+        # Positions of padding after the last sequence may exceed the table; their angles do not matter.
         angles = angles.float()[positions.clamp_(max=angles.size(0) - 1)]
         return RotaryTables(angles.cos() * mscale, angles.sin() * mscale)
 
@@ -111,7 +110,7 @@ def rotary_tables(
 
 
 def apply_rotary(x: Tensor, tables: RotaryTables, *, interleaved: bool) -> Tensor:
-    """Rotate the first r dimensions of every head; the others pass.
+    """Rotate the first r dimensions of every head; the others stay unchanged.
 
     Args:
         x: [t, h, d].
@@ -129,7 +128,7 @@ def apply_rotary(x: Tensor, tables: RotaryTables, *, interleaved: bool) -> Tenso
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """Apply :func:`apply_rotary` in plain torch, on any device."""
     width = 2 * cos.size(1)
-    # In fp32 before the products: the two parts of the gradient are then added in fp32 too.
+    # Cast before the products, so that the two parts of the gradient are also added in fp32.
     wide = x[..., :width].to(torch.promote_types(x.dtype, torch.float32))
     rotated = rotate_pairs(wide, cos[:, None], sin[:, None], interleaved=interleaved)
     if interleaved:
@@ -138,7 +137,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """One kernel each way; nothing but the tables is kept."""
+    """One kernel each for forward and backward; saves only the tables."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -158,12 +157,12 @@ class _Rotation(torch.autograd.Function):
 
 # Rotary positions of multi-latent attention, plain or stretched by YaRN (arXiv 2309.00071).
 #
-# Only the last dimensions of each head are rotated, in interleaved pairs.  The numbers are those of the DeepSeek-V3
-# model in transformers: a test compares them.
+# Only the last dimensions of each head are rotated, in interleaved pairs.  The numbers equal those of the DeepSeek-V3
+# model in transformers; a test compares them.
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """Return YaRN's ``mscale``, the magnitude of cosines and sines of stretched positions; 1 without stretching."""
+    """Return YaRN's ``mscale``, the factor on cosines and sines of stretched positions; 1 without stretching."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
@@ -172,7 +171,7 @@ class LatentRotary:
     """Angles, their magnitude, and the softmax scale that goes with them."""
 
     width: int
-    """Dimensions of a head that are rotated."""
+    """Number of rotated dimensions of a head."""
     base: float
     factor: float = 1.0
     """Stretch of the positions beyond the original length; 1 is plain rotary."""
@@ -183,9 +182,9 @@ class LatentRotary:
     beta_slow: float = 1.0
     """Pairs with fewer rotations than this are stretched by the whole factor."""
     mscale: float = 1.0
-    """Of the magnitude of cosines and sines, see :attr:`magnitude`."""
+    """Affects :attr:`magnitude`."""
     mscale_all_dim: float = 0.0
-    """Of the softmax scale, see :meth:`softmax_scale`."""
+    """Affects :attr:`magnitude` and :meth:`softmax_scale`."""
 
     @classmethod
     def from_config(cls, config: Any) -> LatentRotary:
@@ -208,7 +207,7 @@ class LatentRotary:
         return yarn_magnitude(self.factor)
 
     def softmax_scale(self, head_width: int) -> float:
-        """Return the factor of the logits of heads with ``head_width`` dimensions, rotated and other ones together."""
+        """Return the softmax scale of heads with ``head_width`` dimensions, rotated and unrotated ones together."""
         return head_width**-0.5 * yarn_magnitude(self.factor, self.mscale_all_dim) ** 2
 
     def frequencies(self, device: torch.device | None = None) -> Tensor:
@@ -218,18 +217,18 @@ class LatentRotary:
             return 1.0 / powers
         low = max(math.floor(self._pair_with_rotations(self.beta_fast)), 0)
         high = min(math.ceil(self._pair_with_rotations(self.beta_slow)), self.width - 1)
-        # As in transformers, the ramp has some width where both ends fall together.
+        # As in transformers, the ramp has a small width even if both ends coincide.
         span = high - low if high != low else 0.001
         index = torch.arange(self.width // 2, dtype=torch.float32, device=device)
         stretched = ((index - low) / span).clamp(0, 1)
         return stretched / (self.factor * powers) + (1 - stretched) / powers
 
     def _pair_with_rotations(self, rotations: float) -> float:
-        """Return the fractional index of the pair that makes so many rotations over the original length."""
+        """Return the fractional index of the pair that makes ``rotations`` turns over the original length."""
         return self.width * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [n, width / 2] of n positions, fp32, with their magnitude."""
+        """Return cosines and sines [n, width / 2] of n positions, fp32, times :attr:`magnitude`."""
         angles = positions.float()[:, None] * self.frequencies(positions.device)
         return angles.cos() * self.magnitude, angles.sin() * self.magnitude
 
@@ -237,13 +236,13 @@ class LatentRotary:
 def rotate_pairs(x: Tensor, cosines: Tensor, sines: Tensor, *, interleaved: bool = True) -> Tensor:
     """Rotate the pairs of the last dimension: (0, 1), (2, 3), ... or, not interleaved, (0, d / 2), (1, d / 2 + 1), ...
 
-    The first members of all pairs come out in front of the second ones, whatever their order was: a dot product of two
-    results does not depend on it.
+    In the result the first members of all pairs precede the second members, whatever the input order.  Dot products of
+    two results do not depend on the order.
 
     Args:
         x: [..., d].
         cosines, sines: [..., d / 2], fp32, broadcast against the pairs.
-        interleaved: which dimensions are pairs.
+        interleaved: the first of the two pairings above.
 
     Returns:
         [..., d] in the dtype of ``x``; computed in the wider of its dtype and fp32.

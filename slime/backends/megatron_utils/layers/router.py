@@ -1,10 +1,10 @@
-"""megatron-core's router with balancing losses per sample: packing, padding and parallelism do not change them.
+"""megatron-core's router with balancing losses per sample, which do not depend on packing, padding and parallelism.
 
-Scores, choice of experts, groups, scaling and the bias are the parent's.  Only what depends on more than one token is
-computed here, and only in training passes that were given :class:`RoutedSamples`.  A pass may also be given experts to
-choose (:class:`MicroBatchReplay`), which the parent asks for in its own way.
+Scores, choice of experts, groups, scaling and the bias are the parent's.  Only values that depend on more than one
+token are computed here, and only in training passes with :class:`RoutedSamples`.  A pass may also prescribe the
+experts (:class:`MicroBatchReplay`), through megatron-core's replay interface.
 
-Shapes: T = tokens that this rank routes, S = samples of the micro-batch, E = experts, k = experts of a token.
+Shapes: T = tokens that this rank routes, S = samples of the micro-batch, E = experts, k = experts per token.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from slime.utils.errors import SlimeError
 class RoutedSamples:
     """The samples of one micro-batch.  S = samples, T = tokens on this context-parallel rank, padding included.
 
-    A plain mean over tokens would count padding, mix samples of one bin, and weigh a sample by how full its bin is.
-    Every sample's balancing loss weighs what the sample weighs in the policy loss, however it was packed:
+    A plain mean over tokens would count padding, mix samples of a micro-batch, and weight a sample by how full its
+    micro-batch is.  Instead each sample's balancing loss has the sample's weight in the policy loss, whatever the
+    packing:
 
         default:                     sum over samples of (share of its rollout's trained tokens) / rollouts of the step
         --calculate-per-token-loss:  sum over samples of (its trained tokens) / trained tokens of the step
@@ -42,18 +43,18 @@ class RoutedSamples:
     sample_of: Tensor
     """[T] int64: the sample of each token; S for padding."""
     lengths: Tensor
-    """[S] float32: tokens of each sample, on all ranks together."""
+    """[S] float32: tokens of each sample, over all ranks."""
     weights: Tensor
-    """[S] float32: factors under which megatron-core's averages become the sums above."""
+    """[S] float32: factors that turn megatron-core's averages into the sums above."""
 
     def of_tensor_rank(self, num_tokens: int) -> Tensor:
-        """Return ``sample_of`` [num_tokens] for what a router sees."""
+        """Return the part of ``sample_of`` for the tokens that a router sees, [num_tokens]."""
         return part_of_tensor_rank(self.sample_of, num_tokens)
 
 
 def part_of_tensor_rank(values_T: Tensor, num_tokens: int) -> Tensor:
-    """Return [num_tokens] of values [T]: under sequence parallelism a router sees this tensor rank's part of the
-    tokens.
+    """Return the values [num_tokens] of the tokens that a router sees: all T, or under sequence parallelism those of
+    this tensor-parallel rank.
     """
     if len(values_T) == num_tokens:
         return values_T
@@ -61,7 +62,7 @@ def part_of_tensor_rank(values_T: Tensor, num_tokens: int) -> Tensor:
 
 
 def routers_need_samples(args: Namespace) -> bool:
-    """Return True when the routers look at more than the single token: balancing losses, a moving bias, the load."""
+    """Return True if the routers need more than single tokens: for balancing losses, a moving bias or the load."""
     if not args.num_experts:
         return False
     coefficients = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, list) else [args.moe_aux_loss_coeff]
@@ -77,10 +78,10 @@ def attach_routed_samples(
     *,
     per_token: bool,
 ) -> None:
-    """Let the packing of a batch of ``get_batch`` tell the routers its samples.
+    """Attach the samples of a micro-batch to its packing, for the routers.
 
     Args:
-        batch: a micro-batch; its ``packed_seq_params`` get the attribute ``routed_samples``.
+        batch: result of ``get_batch``; its ``packed_seq_params`` get the attribute ``routed_samples``.
     """
     lengths = batch["total_lengths"]
     device = batch["tokens"].device
@@ -91,10 +92,11 @@ def attach_routed_samples(
     ).tokens[0]
     trained = torch.stack([mask.sum() for mask in batch["loss_masks"]]).to(device, torch.float32)
     if per_token:
-        # Gradients are summed over ranks and divided by the trained tokens, which every context-parallel rank counts.
+        # Gradients are summed over ranks and divided by the trained tokens, which each context-parallel rank counts in
+        # full.
         weights = trained * mpu.get_context_parallel_world_size()
     else:
-        # megatron-core averages over micro-batches and data-parallel ranks; what is wanted is a sum over rollouts.
+        # megatron-core averages over micro-batches and data-parallel ranks, but this must be a sum over rollouts.
         share = trained / batch["rollout_mask_sums"].to(device, torch.float32).clamp(min=1)
         weights = share * (num_microbatches * mpu.get_data_parallel_world_size() / step_global_batch_size)
     samples = RoutedSamples(sample_of, torch.tensor(lengths, dtype=torch.float32, device=device), weights)
@@ -103,12 +105,12 @@ def attach_routed_samples(
 
 @dataclass(frozen=True, slots=True)
 class RouterInputs:
-    """Inputs of the routers of one pass beside the hidden states."""
+    """Inputs of the routers in one pass, besides the hidden states."""
 
     samples: RoutedSamples | None = None
     """For balancing losses and the bias."""
     replay: MicroBatchReplay | None = None
-    """None: every router chooses freely."""
+    """None lets every router choose freely."""
 
     @classmethod
     def of(cls, packed_seq_params: Any) -> RouterInputs:
@@ -118,7 +120,7 @@ class RouterInputs:
 
 
 class Router(TopKRouter):
-    """TopKRouter for packed samples.  The layer calls ``take`` in front of every pass."""
+    """TopKRouter for packed samples.  The layer calls ``take`` before every pass."""
 
     expert_bias: Tensor | None
     router_replay: LayerReplay | None
@@ -127,10 +129,10 @@ class Router(TopKRouter):
         super().__init__(config, pg_collection)
         self.samples: RoutedSamples | None = None
         self.replayed_layer: int | None = None
-        """The layer whose choices are replayed here; None leaves the router out of it (MTP layers)."""
+        """Number of the layer whose choices are replayed here; None for routers without replay (MTP layers)."""
         self.counts_load = False
         self.load: Tensor | None = None
-        """[E] tokens sent to each expert in training passes, with ``counts_load``; None before the first."""
+        """[E] tokens sent to each expert in training passes, if ``counts_load``; None before the first pass."""
 
     def take(self, inputs: RouterInputs) -> None:
         self.samples = inputs.samples
@@ -139,10 +141,10 @@ class Router(TopKRouter):
             self.router_replay = LayerReplay(inputs.replay, self.replayed_layer)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Convert as ``.bfloat16()`` and ``.to()`` do, and keep ``expert_bias`` in fp32.
+        """Convert the module, as ``.bfloat16()`` and ``.to()`` do, but keep ``expert_bias`` in fp32.
 
-        megatron-core restores its dtype only at the next forward pass, when a checkpoint that was loaded into the
-        buffer has been rounded already.
+        megatron-core restores its dtype only in the next forward pass, when values loaded from a checkpoint have
+        already been rounded.
         """
         bias = self.expert_bias
         super()._apply(fn, *args, **kwargs)
@@ -151,7 +153,7 @@ class Router(TopKRouter):
         return self
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Any = None) -> Tensor:
-        """Return logits [T, E] that carry the gradient of ``logsumexp(logits)^2``, averaged over each sample's
+        """Return the logits [T, E], with the gradient of ``logsumexp(logits)^2`` added, averaged over each sample's
         tokens.
         """
         coefficient = self.config.moe_z_loss_coeff
@@ -163,9 +165,9 @@ class Router(TopKRouter):
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """Balance within the micro-batch: ``E * sum_e f_e P_e`` over its tokens, with the weight of all its samples.
+        """Balance within the micro-batch: ``E * sum_e f_e P_e`` over its tokens, weighted by all its samples.
 
-        By its definition this loss depends on which samples share a micro-batch; ``seq_aux_loss`` does not.
+        By definition this loss depends on which samples share a micro-batch; ``seq_aux_loss`` does not.
         """
         if self.samples is None:
             return super()._apply_aux_loss(probs, scores_for_aux_loss, routing_map, with_padding_mask)
@@ -190,7 +192,7 @@ class Router(TopKRouter):
         return self._attach(probs, "seq_aux_loss", scores_for_aux_loss, routing_map, sample_of)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Any = None) -> None:
-        """Count the tokens of every expert, without padding: for the bias update of the step, and ``counts_load``."""
+        """Count the tokens of each expert, without padding, for the step's bias update and ``counts_load``."""
         if (self.enable_expert_bias or self.counts_load) and self._is_training():
             with torch.no_grad():
                 if self.samples is not None:
@@ -203,24 +205,24 @@ class Router(TopKRouter):
                     self.load = counts if self.load is None else self.load + counts
 
     def _is_training(self) -> bool:
-        """Return False in log-prob passes, and in the first pass over a layer that is recomputed."""
+        """Return False in log-prob passes, and in the first forward pass of a recomputed layer."""
         return self.training and torch.is_grad_enabled()
 
     def _token_weights(self, num_tokens: int) -> Tensor:
-        """Return [T]: the weight of each token, its sample's weight over its sample's length; 0 for padding."""
+        """Return [T] weights of the tokens: the sample's weight divided by the sample's length; 0 for padding."""
         assert self.samples is not None
         per_sample = self.samples.weights / self.samples.lengths
         return torch.cat([per_sample, per_sample.new_zeros(1)])[self.samples.of_tensor_rank(num_tokens)]
 
     def _attach(self, probs: Tensor, kind: str, scores: Tensor, routing_map: Tensor, group_of: Tensor) -> Tensor:
-        """Return ``probs`` that carry the gradient of this rank's part of a balancing loss.
+        """Return ``probs``, with the gradient of this rank's part of a balancing loss added.
 
         Args:
-            kind: which loss, for its coefficient.
-            scores: [T, E] with gradient, positive, summing to one.
-            routing_map: [T, E] true where an expert was chosen by these scores.
-            group_of: [T] the group of tokens within which the load is balanced: 0, the micro-batch, for ``aux_loss``;
-                the sample for ``seq_aux_loss``; the number after the last for padding.
+            kind: name of the loss, which selects its coefficient.
+            scores: [T, E] with gradient; positive, each row sums to one.
+            routing_map: [T, E] True where these scores chose an expert.
+            group_of: [T] the group of tokens within which the load is balanced: 0 (the micro-batch) for ``aux_loss``,
+                the sample for ``seq_aux_loss``; the number of groups for padding.
         """
         coefficient = self.get_aux_loss_coeff(kind)
         if not coefficient:
@@ -238,44 +240,43 @@ class Router(TopKRouter):
         return MoEAuxLossAutoScaler.apply(probs, loss)
 
 
-# Replay: the experts of one micro-batch, layer by layer, recorded by one pass over it and chosen again by later
-# passes.
+# Replay: one pass over a micro-batch records the experts of each layer, and later passes choose them again.
 #
-# megatron-core's choice of experts asks an object ``router_replay`` where it would take the best; :class:`LayerReplay`
-# is that object.  It belongs to a micro-batch and travels with its packing (``packed_seq_params``), so that no
-# pass need be counted: with several micro-batches in the pipeline, and when a layer is recomputed for its backward
-# pass, the router meets the ids of the very tokens that it sees.
+# In place of its top-k, megatron-core calls an object ``router_replay``; here this is :class:`LayerReplay`.  It
+# belongs to a micro-batch and is attached to its packing (``packed_seq_params``), so no pass need be counted: with
+# several micro-batches in the pipeline, and when a layer is recomputed for its backward pass, the router always finds
+# the ids of the tokens that it sees.
 #
 # Shapes: T = tokens that a router sees (of this context-parallel rank, and under sequence parallelism of this tensor
-# rank), k = experts of a token, E = experts, N = layers with experts on this rank.
+# rank), k = experts per token, E = experts, N = layers with experts on this rank.
 
 
 Stage = Literal["fallthrough", "record", "replay"]
-"""Routers choose freely; choose freely, and the choice is recorded; choose what was recorded."""
+"""Routers choose freely; choose freely and record the choice; choose the recorded experts."""
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
-"""megatron-core's choice: (scores, k, num_groups=, group_topk=) to the scores and the ids of the chosen."""
+"""megatron-core's top-k: (scores, k, num_groups=, group_topk=) -> scores and ids of the chosen experts."""
 
 
 @dataclass(slots=True)
 class HostChoices:
-    """The ids of one micro-batch on the host, pinned on a machine with GPUs."""
+    """The chosen expert ids of one micro-batch, on the host; pinned if there are GPUs."""
 
     rows: Mapping[int, int]
-    """Number of a layer -> its row."""
+    """Layer number -> row of ``ids``."""
     ids: Tensor | None = None
-    """[N, T, k] of EXPERT_ID_DTYPE; made when the first layer is written down."""
+    """[N, T, k] of EXPERT_ID_DTYPE; allocated when the first layer is recorded."""
     written: set[int] = field(default_factory=set)
-    """Layers that have been."""
+    """Layers that have been recorded."""
 
     def write(self, layer: int, ids_Tk: Tensor) -> None:
-        """Keep what a router has chosen."""
+        """Record a router's choice."""
         if self.ids is None or self.ids.shape[1:] != ids_Tk.shape:
             self.ids = torch.empty(
                 (len(self.rows), *ids_Tk.shape), dtype=EXPERT_ID_DTYPE, pin_memory=torch.cuda.is_available()
             )
             self.written = set()
-        # Narrowed on the device: a copy between devices that changes the dtype as well goes through pageable memory.
+        # Converted on the device: a copy between devices that also changes the dtype goes through pageable memory.
         self.ids[self.rows[layer]].copy_(ids_Tk.to(EXPERT_ID_DTYPE), non_blocking=True)
         self.written.add(layer)
 
@@ -283,7 +284,7 @@ class HostChoices:
         """Return the recorded ids of a layer, int64 [T, k].
 
         Raises:
-            SlimeError: this layer's router was not asked when the choices were written down.
+            SlimeError: this layer's router did not run in the recording pass.
         """
         if self.ids is None or layer not in self.written:
             raise SlimeError(
@@ -295,14 +296,14 @@ class HostChoices:
 
 @dataclass(slots=True)
 class ChangedChoices:
-    """A count of choices that the router would make differently now, over the tokens of a step."""
+    """Counts the recorded choices that the current router would make differently."""
 
     counts: Tensor | None = None
-    """The choices that changed and all that were compared, int64 [2] on the device; None before the first."""
+    """int64 [2] on the device: changed choices, and compared choices; None before the first."""
 
     @torch.no_grad()
     def add(self, replayed_Tk: Tensor, present_Tk: Tensor, is_told_T: Tensor, num_experts: int) -> None:
-        """Count the tokens with a recorded choice, and those whose present choice is another set of experts."""
+        """Count the tokens with a recorded choice, and those that would now get another set of experts."""
         chosen = torch.zeros(len(replayed_Tk), num_experts, dtype=torch.bool, device=replayed_Tk.device)
         chosen.scatter_(1, replayed_Tk, True)
         is_changed_T = ~chosen.gather(1, present_Tk).all(dim=1) & is_told_T
@@ -310,7 +311,7 @@ class ChangedChoices:
         self.counts = counts if self.counts is None else self.counts + counts
 
     def take(self) -> Tensor:
-        """Return ``counts``, zeros where nothing was compared, and begin a new count."""
+        """Return ``counts``, or zeros if nothing was compared, and reset them."""
         counts, self.counts = self.counts, None
         return torch.zeros(2, dtype=torch.int64) if counts is None else counts
 
@@ -322,17 +323,17 @@ class MicroBatchReplay:
     stage: Stage
     choices: HostChoices
     is_told_T: Tensor
-    """[T on this context-parallel rank] bool: tokens whose choice was a router's; not padding."""
+    """[T on this context-parallel rank] bool: tokens with a recorded choice; False for padding."""
     changed: ChangedChoices
 
 
 @dataclass(frozen=True, slots=True)
 class LayerReplay:
-    """One router in one pass; see megatron-core's ``RouterReplay``, whose place it takes."""
+    """Replays one router in one pass; replaces megatron-core's ``RouterReplay``."""
 
     of: MicroBatchReplay
     layer: int
-    """Its number in the whole model, counted from 1."""
+    """Number in the whole model, counted from 1."""
 
     def get_replay_topk(
         self,
@@ -342,9 +343,7 @@ class LayerReplay:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return scores [T, k] and ids [T, k] of the experts chosen; the scores are the present ones and carry a
-        gradient.
-        """
+        """Return scores [T, k] and ids [T, k] of the chosen experts; the scores are current and carry a gradient."""
         assert default_compute_topk is not None
         if self.of.stage == "record":
             values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -357,7 +356,7 @@ class LayerReplay:
                 f"the recorded choice has shape {list(ids.shape)}; the passes over this micro-batch are not packed "
                 "alike"
             )
-        if torch.is_grad_enabled():  # once for each micro-batch: a layer that is recomputed first runs without
+        if torch.is_grad_enabled():  # once per micro-batch: the first pass of a recomputed layer has no gradients
             with torch.no_grad():
                 _, present = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
             is_told_T = part_of_tensor_rank(self.of.is_told_T, len(scores))

@@ -1,7 +1,7 @@
-"""Copies of a tensor's rows, some rows more often than others, and the sum of the copies of each row.
+"""Copies rows of a tensor, each any number of times, and sums the copies of each row.
 
-Each is the gradient of the other.  Sums are taken in fp32 (of fp64 in fp64), in the order of the copies, so that they
-do not change from run to run; torch sums the gradients of an ``index_select`` in the dtype of the rows, in any order.
+Each operation is the gradient of the other.  Sums are computed in fp32 (fp64 for fp64), in the order of the copies, so
+they are deterministic; torch sums the gradients of an ``index_select`` in the dtype of the rows, in any order.
 
 Shapes: N = rows, C = copies of all rows together.
 """
@@ -17,14 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RowCopies:
-    """The copies of N rows; made on the device without a wait of the host."""
+    """Describes the copies of N rows; built on the device without host synchronization."""
 
     row_of_copy: Tensor
     """int64 [C], in [0, N)."""
     copies_by_row: Tensor
-    """int64 [C], the copies of the first row, then those of the second, ..."""
+    """int64 [C], the copies of row 0, then those of row 1, ..."""
     offsets: Tensor
-    """int64 [N + 1]: the copies of row i are those from ``offsets[i]`` to ``offsets[i + 1]`` of ``copies_by_row``."""
+    """int64 [N + 1]: the copies of row i are ``copies_by_row[offsets[i]:offsets[i + 1]]``."""
 
     @classmethod
     def of(cls, row_of_copy: Tensor, num_rows: int) -> RowCopies:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_BLOCK = 2048
-"""Columns of a row that one program adds up."""
+"""Most columns of a row that one program sums."""
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _sum_kernel(
 
 
 def launch_sum(x: Tensor, copies_by_row: Tensor, offsets: Tensor) -> Tensor:
-    """Sum the copies of each row, as ``row_copies.sum_copies`` says.
+    """Sum the copies of each row, see ``row_copies.sum_copies``.
 
     Args:
         x: [C, ...].

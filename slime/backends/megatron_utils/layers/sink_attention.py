@@ -1,9 +1,9 @@
-"""Causal attention over packed sequences with sinks: one learned logit per head in the denominator of the softmax.
+"""Causal attention over packed sequences with sinks: one learned logit per head in the softmax's denominator.
 
     p[i, j] = exp(s[i, j]) / (exp(sink) + sum over visible k of exp(s[i, k])),    out[i] = sum over j of p[i, j] v[j]
 
-A sink is a key whose value is zero (StreamingLLM, arXiv 2309.17453; gpt-oss).  It enters once for each query: a call
-sees all the keys of its queries, under context parallelism too, where a rank's chunks gather theirs.
+A sink is a key whose value is zero (StreamingLLM, arXiv 2309.17453; gpt-oss).  It must count once per query, so a call
+needs all keys of its queries; under context parallelism a rank gathers the keys of its chunks.
 
 Shapes: t = tokens of this rank, h = heads of this rank, d = head dimension.
 """
@@ -23,7 +23,7 @@ from slime.backends.megatron_utils import cpu_platform
 
 
 def make_sinks(config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> torch.nn.Parameter:
-    """Return the sinks of this rank's heads, [h], zero: each starts with the weight of a score of zero."""
+    """Return the sinks of this rank's heads, [h], initially 0: the logit of a key with score 0."""
     num_heads = divide(config.num_attention_heads, tp_group.size())
     sinks = torch.nn.Parameter(torch.zeros(num_heads, **cpu_platform.of_new_parameters(config)))
     set_tensor_model_parallel_attributes(sinks, True, 0, 1)
@@ -33,7 +33,7 @@ def make_sinks(config: TransformerConfig, tp_group: torch.distributed.ProcessGro
 def visible_keys(num_q: int, num_k: int, window: int | None, device: torch.device) -> Tensor:
     """Return the keys that each query sees, bool [num_q, num_k]; the last query is at the last key.
 
-    ``window`` counts the keys, its own among them; None for all up to its own.
+    ``window`` is the number of keys, including the query's own; None for all keys up to its own.
     """
     mask = torch.ones(num_q, num_k, dtype=torch.bool, device=device).tril(num_k - num_q)
     return mask if window is None else mask.triu(num_k - num_q - window + 1)
@@ -42,12 +42,12 @@ def visible_keys(num_q: int, num_k: int, window: int | None, device: torch.devic
 def sink_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *, scale: float, window: int | None = None
 ) -> Tensor:
-    """Attend in one sequence, on any device; the softmax is computed in fp32 (fp64 for fp64).
+    """Attend within one sequence, on any device; the softmax is computed in fp32 (fp64 for fp64).
 
     Args:
         query, key, value: [t, h, d]; keys and values may have fewer heads; the last query is at the last key.
         sinks: [h] logits.
-        window: keys that a query sees; None for all up to its own.
+        window: number of keys that a query sees, including its own; None for all keys up to its own.
 
     Returns:
         [t, h, d] in the dtype of ``query``.
@@ -76,25 +76,25 @@ def varlen_sink_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Attend in all sequences by torch's flash kernel; CUDA, bf16 or fp16.  No synchronisation with the host.
+    """Attend over all sequences with torch's flash kernel; CUDA, bf16 or fp16.  Does not synchronize with the host.
 
     Arguments as in :func:`sink_attention`, packed; ``cu_q`` and ``cu_k`` are cumulative lengths.
     """
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    # As torch.nn.attention.varlen: a window makes the kernel causal by itself.
+    # As in torch.nn.attention.varlen: with a window the kernel is causal without the flag.
     options = {"scale": scale, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
     sizes = (cu_q.int(), cu_k.int(), max_q, max_k, 0.0, window is None)
     return _FlashWithSinks.apply(query, key, value, sinks, sizes, options)
 
 
 class _FlashWithSinks(torch.autograd.Function):
-    """The flash kernel, and what a sink changes of its result and of its backward pass.
+    """The flash kernel, with forward and backward passes corrected for the sink.
 
-    With L = log sum_k exp(s[i, k]), which the kernel gives, the sink leaves every query the part sigmoid(L - sink) of
-    its output, and the rest of the probability is the sink's.  The kernel's backward pass recomputes
-    p = exp(s - L') and dS = p (dP - D) with D = sum of dout * out: with the L' = log(exp(L) + exp(sink)) and the
-    output that include the sink these are the gradients of queries, keys and values; the sink, whose value is zero,
-    gets - sum_i p_sink[i] D[i].
+    The kernel returns L = log sum_k exp(s[i, k]).  With a sink, the output of each query is scaled by
+    sigmoid(L - sink); the sink takes the rest of the probability.  The kernel's backward pass recomputes
+    p = exp(s - L') and dS = p (dP - D) with D = sum of dout * out.  Given L' = log(exp(L) + exp(sink)) and the output,
+    both including the sink, these are the gradients of queries, keys and values.  The sink, whose value is zero, gets
+    - sum_i p_sink[i] D[i].
     """
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""Tokens to the ranks and the order of their experts, and back: megatron-core's all-to-all dispatch by plain gathers.
+"""Sends tokens to the ranks of their experts, sorts them by expert, and combines the outputs.
 
-megatron-core's own sends a token once for each of its experts, reads the number of each expert's tokens on the host
-even where nothing is sent, moves tokens by cutting them into one piece per expert, and adds the outputs of a token's
-experts up in bf16, in any order.  Here a token travels once to each rank that has experts of it (as in DeepEP,
-DeepSeek-V3, arXiv 2412.19437, 3.2.2), and is copied for them there; what comes back is the sum of a rank's experts.
-Sums are taken in fp32 in a fixed order, and the host waits for the device once per layer, only if experts are spread
-over ranks: it needs the sizes of the transfers.
+It replaces megatron-core's all-to-all dispatcher, which sends a token once per expert, always reads the number of each
+expert's tokens on the host, permutes tokens in one piece per expert, and sums the outputs of a token's experts in
+bf16, in any order.  Here a token is sent once to each rank that has some of its experts (as in DeepEP, DeepSeek-V3,
+arXiv 2412.19437, 3.2.2) and copied for these experts there; the rank returns the sum of their outputs.  Sums are
+computed in fp32 in a fixed order.  The host waits for the device once per layer, for the sizes of the transfers, and
+only if experts are distributed over ranks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from slime.backends.megatron_utils.layers.row_copies import RowCopies, copy_rows
 
 
 class GatherDispatcher(MoETokenDispatcher):
-    """All-to-all dispatcher for routing in which every token has exactly k experts.
+    """All-to-all dispatcher for routing with exactly k experts per token.
 
-    Used for one pass through a layer at a time: dispatch, experts, combine.  Shapes: T = tokens of this rank, k =
-    experts of a token, H = hidden size, E = experts, e = experts of this rank, R = rows that these see: one for each
+    It serves one pass through a layer at a time: dispatch, experts, combine.  Shapes: T = tokens of this rank, k =
+    experts per token, H = hidden size, E = experts, e = experts of this rank, R = input rows of these experts, one per
     token and expert.
     """
 
@@ -45,9 +45,7 @@ class GatherDispatcher(MoETokenDispatcher):
 
     @staticmethod
     def serves(config: TransformerConfig) -> bool:
-        """Return True when this dispatcher does what the config asks for: no dropped tokens, no overlap of shared
-        experts.
-        """
+        """Return True if this dispatcher supports the config: no dropped tokens, no overlap of shared experts."""
         return (
             config.moe_token_dispatcher_type == "alltoall"
             and config.moe_expert_capacity_factor is None
@@ -55,11 +53,11 @@ class GatherDispatcher(MoETokenDispatcher):
         )
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy each token once for each rank that has experts of it, sorted by rank.
+        """Copy each token once per rank that has some of its experts, sorted by rank.
 
         Args:
             tokens: [.., H].
-            routing_map: [T, E] bool with k true in each row.
+            routing_map: [T, E] bool, with k entries True in each row.
             probs: [T, E].
 
         Returns:
@@ -69,7 +67,7 @@ class GatherDispatcher(MoETokenDispatcher):
         self.probs_dtype = probs.dtype
         tokens = tokens.view(-1, tokens.size(-1))
         self.is_chosen = routing_map
-        """[rows, e] bool: the experts of each row, which go the way of the rows."""
+        """[rows, e] bool: the experts of each row; sent along with the rows."""
         if not self.is_spread:
             self.num_rows = len(tokens) * self.topk
             return tokens, probs
@@ -82,23 +80,23 @@ class GatherDispatcher(MoETokenDispatcher):
         return copy_rows(tokens, self.to_ranks), probs.view(-1, self.num_local_experts).index_select(0, piece)
 
     def _plan(self, num_sent: Tensor, num_chosen: Tensor) -> None:
-        """Plan the sizes of the transfers from what every rank tells.
+        """Exchange counts with all ranks, and compute the sizes of the transfers.
 
         Args:
             num_sent: [expert ranks] tokens that this rank sends to each.
-            num_chosen: [E] tokens of this rank for each expert.
+            num_chosen: [E] tokens of this rank per expert.
         """
         told = gather_from_sequence_parallel_region(torch.cat([num_sent, num_chosen]), group=self.tp_ep_group)
         told = told.view(self.ep_size, self.tp_size, -1).transpose(0, 1)  # [tensor, expert rank, ..]
         mine = self.ep_group.rank()
         received, chosen = told[..., mine], told[..., self.ep_size :].unflatten(2, (self.ep_size, -1))[:, :, mine]
-        # The one wait of the host: all_to_all and the sizes of its buffers need plain numbers.
+        # The only host synchronization: all_to_all and its buffers need the sizes as plain numbers.
         numbers = torch.cat([num_sent[None], received, chosen.sum((0, 2))[None]]).tolist()
         self.input_splits, *per_tensor_rank, chosen_by_sender = numbers
         self.num_rows = sum(chosen_by_sender)
         self.output_splits = per_tensor_rank[self.tp_rank]
         totals = [sum(splits) for splits in per_tensor_rank]
-        # Tensor-parallel ranks hold unlike numbers of rows: padded to the largest, so that collectives are even.
+        # Tensor-parallel ranks hold different numbers of rows; pad to the largest, so that collectives are even.
         self.padding = max(totals) - totals[self.tp_rank]
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,7 +107,7 @@ class GatherDispatcher(MoETokenDispatcher):
         return all_to_all(self.ep_group, hidden_states, *splits), all_to_all(self.ep_group, probs, *splits)
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Copy each row once for each of its experts here: [R, H] sorted by expert, [e] rows of each, [R]
+        """Copy each row once per local expert: return [R, H] sorted by expert, [e] rows per expert, and [R]
         probabilities.
         """
         if self.tp_size > 1:
@@ -124,7 +122,7 @@ class GatherDispatcher(MoETokenDispatcher):
         return copy_rows(hidden_states, self.to_experts), self.is_chosen.sum(0), probs_R
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sum the experts' outputs [R, H] over the experts of each row, and over tensor-parallel ranks."""
+        """Sum the experts' outputs [R, H] over the experts of each row and over tensor-parallel ranks."""
         dtype = hidden_states.dtype
         hidden_states = sum_copies(hidden_states, self.to_experts)
         if self.tp_size > 1:
@@ -140,12 +138,12 @@ class GatherDispatcher(MoETokenDispatcher):
         return all_to_all(self.ep_group, hidden_states, self.input_splits, self.output_splits)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sum what the ranks sent back for each token, in the tokens' shape."""
+        """Sum the ranks' outputs for each token, and restore the shape of the tokens."""
         if self.is_spread:
             hidden_states = sum_copies(hidden_states, self.to_ranks)
         return hidden_states.view(self.shape)
 
 
 def _positions(mask: Tensor, count: int) -> list[Tensor]:
-    """Return the row and the column of the ``count`` true elements of a matrix, row by row, int64 [count] each."""
+    """Return the rows and columns of the ``count`` True elements of a matrix, row by row, int64 [count] each."""
     return [axis.contiguous() for axis in torch.nonzero_static(mask, size=count).unbind(1)]

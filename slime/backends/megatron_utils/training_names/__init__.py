@@ -1,7 +1,7 @@
-"""``megatron.training`` for plug-ins: a model provider written for Megatron-LM asks its ``get_args()`` for the flags.
+"""``megatron.training`` for plug-ins: model providers written for Megatron-LM call its ``get_args()``.
 
-The package is a checkout's where one is on PYTHONPATH.  Without one it is this folder, which has the few names that
-providers import.  Either way ``get_args()`` returns the arguments that ``share_args`` was given.
+If a Megatron-LM checkout is on PYTHONPATH, the package is the checkout's; otherwise it is this folder, which has the
+few names that providers import.  Either way ``get_args()`` returns the arguments passed to ``share_args``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PACKAGE, _ARGS_MODULE = "megatron.training", "megatron.training.global_vars"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """An import hook that finds ``megatron.training``, and sets its arguments as soon as they can be asked for."""
+    """An import hook that finds ``megatron.training``, and sets its arguments once the module has loaded."""
 
     args: Namespace | None = None
 
@@ -49,7 +49,7 @@ _FINDER = _Finder()
 
 
 def share_args(args: Namespace) -> None:
-    """Make ``megatron.training.get_args()`` return ``args``, whether it is imported already or later."""
+    """Make ``megatron.training.get_args()`` return ``args``, even if the package is imported later."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
     _FINDER.args = args

@@ -10,10 +10,10 @@ _ARGS: list[Namespace] = []
 
 
 def get_args() -> Namespace:
-    """Return the arguments of the run, those of this process's role.
+    """Return the arguments of the run, for this process's role.
 
     Raises:
-        ConfigError: asked outside a trainer process.
+        ConfigError: called outside of a trainer process, or before the trainer set them.
     """
     if not _ARGS:
         raise ConfigError("megatron.training.get_args() was called before the trainer has its arguments.")
@@ -21,5 +21,5 @@ def get_args() -> Namespace:
 
 
 def set_args(args: Namespace) -> None:
-    """Set what ``get_args`` returns."""
+    """Set the arguments that ``get_args`` returns."""
     _ARGS[:] = [args]

@@ -1,4 +1,4 @@
-"""The package ``megatron.training`` where no checkout of Megatron-LM has it."""
+"""The package ``megatron.training`` if no Megatron-LM checkout provides it."""
 
 from __future__ import annotations
 

@@ -6,6 +6,6 @@ import torch.distributed as dist
 
 
 def print_rank_0(message: str) -> None:
-    """Print on rank 0 alone."""
+    """Print on rank 0 only."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(message, flush=True)

@@ -1,1 +1,3 @@
-"""The trainer's side of a weight push: how a rank fills buckets (``sources``), and when it pushes (``updater``)."""
+"""The trainer's side of a weight push: ``gather`` makes whole tensors, ``plain_push`` sends them, ``updater`` decides
+when and under which version.
+"""

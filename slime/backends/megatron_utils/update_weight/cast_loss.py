@@ -1,4 +1,4 @@
-"""The part of a training step that a push's cast to a narrower dtype loses, estimated from a sample of the weights."""
+"""Estimates, from a sample of the weights, how much of a training step a push's cast to a narrower dtype loses."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ logger = logging.getLogger(__name__)
 
 SAMPLES_PER_TENSOR = 1024
 WARN_ABOVE = 0.5
-"""Share of the weights that moved; above it, most of a step does not reach the engines."""
+"""Share of the changed weights whose change the cast loses, above which a warning is logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class CastLoss:
-    """Of the sampled weights since the last push."""
+    """Counts of sampled weights since the last push."""
 
     num_moved: int
-    """Changed in the trainer."""
+    """Weights that changed in the trainer."""
     num_lost: int
-    """Those among them that are, after the cast, what the engines have already."""
+    """Those of them that are unchanged after the cast."""
 
     @property
     def share(self) -> float:
-        """Lost among moved; 0 when nothing moved."""
+        """``num_lost / num_moved``; 0 if nothing moved."""
         return self.num_lost / max(self.num_moved, 1)
 
 
 class CastLossEstimate:
-    """Sample of this rank's weights as they were pushed last; only of those that the cast makes narrower."""
+    """A sample of this rank's weights at the last push, only of those that the cast makes narrower."""
 
     def __init__(self, model: Sequence[torch.nn.Module], dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -54,10 +54,10 @@ class CastLossEstimate:
 
     @torch.no_grad()
     def compare(self, host_weights: HostWeights | None) -> CastLoss | None:
-        """Return the loss since the last call; None in the first one, and where nothing is made narrower.
+        """Return the loss since the last call; None in the first call, and if no weight is made narrower.
 
         Args:
-            host_weights: read instead of the live parameters while these are asleep.
+            host_weights: host copies to read while the trainer sleeps; None reads the live parameters.
         """
         if not self._shards:
             return None
@@ -75,15 +75,15 @@ class CastLossEstimate:
         return CastLoss(num_moved, num_lost)
 
     def warn_of(self, loss: CastLoss) -> None:
-        """Warn once of a loss above :data:`WARN_ABOVE`."""
+        """Warn once if the lost share is above :data:`WARN_ABOVE`."""
         if loss.share <= WARN_ABOVE or self._has_warned:
             return
         self._has_warned = True
         held = dtype_name(self._shards[0].parameter.dtype)
         sent = dtype_name(self._dtype)
         logger.warning(
-            "The engines compute in %s and the trainer in %s: of the weights that moved since the last push, %.1f %% "
-            "are unchanged after the cast, so that samples come from another policy than the one that is trained. "
+            "The engines compute in %s and the trainer in %s: of the weights that changed since the last push, "
+            "%.1f %% are unchanged after the cast, so samples come from another policy than the one being trained. "
             "Use --sglang-dtype %s, or train in the engines' precision.",
             sent, held, 100 * loss.share, held,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""SGLang's own process group of one trainer rank and the GPUs of engines, over which buckets are broadcast.
+"""SGLang's process group of one trainer rank and the engines' GPUs, over which buckets are broadcast.
 
 A broadcast needs all members: an engine that dies breaks the group for all of them.
 """
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 FIRST_PORT = 20000
 FAREWELL_S = 10.0
-"""Time to leave a whole group outside of a push."""
+"""Seconds that engines get to leave an intact group outside of a push."""
 POLL_S = 0.02
 
 
 class EngineGroup:
-    """Engines in one group; rank 0 is this process, and the engines follow in order, one rank for each GPU."""
+    """A process group: rank 0 is this process, and the engines follow in order, one rank per GPU."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -43,10 +43,10 @@ class EngineGroup:
         self._group_name = ""
 
     def form(self, engines: Sequence[EngineProxy], participants: Participants) -> None:
-        """Have a group of just these engines; those that do not come are excluded.
+        """Form a group of exactly these engines; engines that do not join are excluded.
 
         Raises:
-            WeightSyncError: the trainer itself could not join.
+            WeightSyncError: the trainer could not join.
         """
         wanted = list(engines)
         if wanted == self.members and (self._group is not None or not wanted):
@@ -57,7 +57,7 @@ class EngineGroup:
             return
         place = MeetingPlace(wanted)
         timeout_s = participants.clock.step_s
-        # Torch takes a name once, and may still know the name of a broken group, here or in an engine.
+        # torch accepts a name once, and may still know the name of a broken group, here or in an engine.
         self._group_name = name = f"{self.name}-{uuid4().hex[:8]}"
         with nccl_errors_left_to_us():
             joining = OnThread(
@@ -79,10 +79,12 @@ class EngineGroup:
         self._group = joined
 
     def broadcast(self, bucket: NamedTensors, version: str, participants: Participants) -> None:
-        """Let all engines of the group load a bucket; those that fail are excluded, and the group is left.
+        """Broadcast a bucket to all engines of the group, which load it.
+
+        If engines fail, they are excluded and the group is left.
 
         Raises:
-            WeightSyncError: the trainer's own part failed.
+            WeightSyncError: the trainer's part failed.
         """
         group = self._group
         if group is None:
@@ -99,7 +101,7 @@ class EngineGroup:
                 load_format=FLATTENED_BUCKET,
             ),
         )
-        # NCCL connects in the first broadcast, and waits there without end for an engine that has died.
+        # NCCL connects in the first broadcast, and waits there forever for an engine that has died.
         sending = OnThread(lambda: dist.broadcast(flat, 0, group=group, async_op=True))
         failures = wait_together(requests, timeout_s)
         work = sending.result(0 if failures else timeout_s)
@@ -128,7 +130,7 @@ class EngineGroup:
 
 
 def _cut_off(group: dist.ProcessGroup, sending: OnThread) -> None:
-    """End a group with a broadcast under way; gloo's lives until the broadcast has ended."""
+    """Abort a group while a broadcast is in flight; a gloo group lives until the broadcast has ended."""
     c10d._abort_process_group(group)
     work = sending.result(None)
     while isinstance(work, dist.Work) and not work.is_completed():
@@ -136,7 +138,7 @@ def _cut_off(group: dist.ProcessGroup, sending: OnThread) -> None:
 
 
 class MeetingPlace:
-    """Address at which a new group meets, and the rank of each engine's first GPU in it."""
+    """Rendezvous address of a new group, and the rank of each engine's first GPU in it."""
 
     def __init__(self, engines: Sequence[EngineProxy]) -> None:
         self.backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -147,15 +149,15 @@ class MeetingPlace:
             self.world_size += engine.num_gpus
 
     def arguments(self, engine: EngineProxy, name: str) -> tuple[Any, ...]:
-        """Return what an engine needs to join: address, port, its first rank, size, name and backend."""
+        """Return an engine's arguments for joining: address, port, its first rank, size, name and backend."""
         return self.address, self.port, self.offsets[engine.index], self.world_size, name, self.backend
 
 
 class OnThread:
-    """A call that waits for engines, on a thread and the caller's stream: one that refuses ends all waits at once.
+    """Runs a call that waits for engines in a thread, on the caller's CUDA stream; the caller can stop waiting.
 
     Args:
-        undo: gets what the call returned where that was too late.
+        undo: called with the call's result after :meth:`drop`.
     """
 
     def __init__(self, call: Callable[[], Any], undo: Callable[[Any], None] | None = None) -> None:
@@ -171,7 +173,7 @@ class OnThread:
     def _run(self, call: Callable[[], Any]) -> None:
         try:
             if self._stream is not None:
-                torch.cuda.set_stream(self._stream)  # and its device
+                torch.cuda.set_stream(self._stream)  # also selects its device
             result = call()
             with self._lock:
                 self._result = result
@@ -179,19 +181,19 @@ class OnThread:
             if is_late and self._undo is not None:
                 self._undo(result)
         except PUSH_FAILURES as error:
-            # Said here, because engines that wait for this rank fail later, and are blamed.
+            # Logged here: engines that wait for this rank fail later, and their errors would hide the cause.
             logger.warning("the trainer's part in a weight group failed: %s", reason_of(error))
             self._error = error
 
     def drop(self) -> None:
-        """Undo the call, now or once it returns: NCCL's hand-shake cannot be ended, so nobody waits for it."""
+        """Undo the call, now or when it returns.  Nothing waits for it: NCCL's handshake cannot be aborted."""
         with self._lock:
             self._is_dropped, result = True, self._result
         if result is not None and self._undo is not None:
             self._undo(result)
 
     def result(self, timeout_s: float | None) -> Any:
-        """Return what the call returned, or its error, or that it has not ended in time."""
+        """Return the call's result or its exception, or a TimeoutError if it has not returned in time."""
         self._thread.join(timeout_s)
         if self._result is None and self._error is None:
             return TimeoutError(f"it took more than {timeout_s or 0:g} s")

@@ -1,7 +1,7 @@
-"""Shards of a Megatron model, made whole again under their HF names, one tensor at a time.
+"""Gathers the shards of a Megatron model into whole tensors under their HF names, one tensor at a time.
 
-Every rank of the model must walk the iterators here to the end, in step: they gather over tensor, expert and (when
-asked) pipeline parallelism.  Names are converted in ``megatron_to_hf``.
+Every rank of the model must exhaust the iterators in lockstep: they gather over tensor, expert and (optionally)
+pipeline parallelism.  ``megatron_to_hf`` converts names.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from slime.utils.errors import WeightSyncError
 from slime.weights.stacked_experts import join_rows
 
 HostWeights = Mapping[str, Tensor]
-"""Host copies by :attr:`Shard.key`, used instead of the live parameters while these are asleep."""
+"""Host copies by :attr:`Shard.key`, used instead of the live parameters while the trainer sleeps."""
 
 
 def gather_tensor_parallel(shard: Shard, value: Tensor, *, is_gated: bool) -> Tensor:
-    """Join ``value``, this rank's part, with those of the other tensor-parallel ranks.
+    """All-gather ``value``, this rank's part, over the tensor-parallel ranks.
 
     Args:
-        is_gated: the MLP's first matrix holds gate and up, each split on its own.
+        is_gated: the MLP's first matrix concatenates gate and up, each sharded separately.
     """
     group = tensor_parallel_group(shard)
     if group.size() == 1 or shard.split_dim is None:
@@ -46,19 +46,19 @@ def _all_gather(value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def is_gate_up(shard: Shard, *, is_gated: bool) -> bool:
-    """Return True for a parameter that holds gate and up, each of which tensor parallelism splits separately."""
+    """Return True for a parameter that concatenates gate and up, which tensor parallelism shards separately."""
     return is_gated and ".linear_fc1." in shard.name
 
 
 def sent_dtype(shard: Shard, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype a parameter is sent in: ``dtype``, if given, for floats; fp32 where it stays in fp32."""
+    """Return the dtype in which a parameter is sent: for floats ``dtype`` if given, except parameters kept in fp32."""
     held = shard.tensor.dtype
     stays = "expert_bias" in shard.name or getattr(shard.parameter, "stays_fp32", False)
     return held if dtype is None or not held.is_floating_point or stays else dtype
 
 
 def whole_shape(shard: Shard) -> torch.Size:
-    """Return the shape of what :func:`gather_tensor_parallel` makes of the shard."""
+    """Return the shape of the tensor that :func:`gather_tensor_parallel` returns for the shard."""
     shape = list(shard.tensor.shape)
     if shard.split_dim is not None:
         shape[shard.split_dim] *= tensor_parallel_group(shard).size()
@@ -74,14 +74,14 @@ def iter_full_tensors(
     only: Container[str] | None = None,
     added: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield global name and full tensor of every parameter, as transforms of the model serve it.
+    """Yield global name and whole tensor of every parameter, after model transforms (``served``).  Collective.
 
     Args:
-        dtype: floating-point parameters are cast to it, except for those that stay fp32; None leaves them.
-        host_weights: where the values are while the parameters are asleep.
-        across_stages: give all ranks the parameters of all pipeline stages; otherwise each its own stage's.
-        only: :attr:`Shard.name` of those wanted, the same on all ranks; None for all.
-        added: the parameters that a transform added instead of all others.
+        dtype: cast floating-point parameters to it, except those kept in fp32; None does not cast.
+        host_weights: the values while the trainer sleeps.
+        across_stages: give all ranks the parameters of all pipeline stages; otherwise each only its own stage's.
+        only: :attr:`Shard.name` of the parameters to yield, the same on all ranks; None for all.
+        added: yield the parameters that a transform added, instead of all others.
     """
     config = unwrap_model(model[0]).config
     is_gated = config.gated_linear_unit
@@ -104,7 +104,7 @@ def iter_full_tensors(
     seen: set[str] = set()
     for shard, full in stream:
         for name, tensor in _across_experts(shard, full, config.num_moe_experts):
-            if name not in seen:  # chunks may share a parameter: the first one's counts
+            if name not in seen:  # chunks may share a parameter; the first chunk's is used
                 seen.add(name)
                 yield name, tensor
 
@@ -112,9 +112,9 @@ def iter_full_tensors(
 def _across_stages(
     shards: list[Shard], whole: Callable[[Shard], Tensor], dtype_of: Callable[[Shard], torch.dtype]
 ) -> Iterator[tuple[Shard, Tensor]]:
-    """Yield the tensors of all pipeline stages in order; each stage first announces what it will send.
+    """Yield the tensors of all pipeline stages in order; each stage first announces the tensors it will send.
 
-    A parameter that several stages hold (a tied embedding) is sent by the first of them.
+    A parameter on several stages (a tied embedding) is sent by the first of them.
     """
     group = mpu.get_pipeline_model_parallel_group()
     stage = mpu.get_pipeline_model_parallel_rank()
@@ -142,7 +142,7 @@ def _across_experts(shard: Shard, full: Tensor, num_experts: int | None) -> Iter
 
 
 def names_on_all_ranks(shard: Shard, num_experts: int | None) -> list[str]:
-    """Return the global names of what the expert-parallel ranks hold in the place of this shard."""
+    """Return the global names of the experts that the expert-parallel ranks hold at this shard's local index."""
     if shard.expert_index is None or num_experts is None:
         return [shard.name]
     num_owners = mpu.get_expert_model_parallel_world_size()
@@ -159,17 +159,21 @@ def iter_hf_tensors(
     across_stages: bool = True,
     only: Container[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield HF name and full tensor of every parameter; arguments as in :func:`iter_full_tensors`.
+    """Yield HF name and whole tensor of every parameter; arguments as in :func:`iter_full_tensors`.
 
     Raises:
-        WeightSyncError: two parameters were given the same HF name.
+        WeightSyncError: two parameters convert to the same HF name.
     """
     tensors = iter_full_tensors(model, dtype=dtype, host_weights=host_weights, across_stages=across_stages, only=only)
     return in_hf_names(form, tensors)
 
 
 def in_hf_names(form: HfForm, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Convert whole tensors one by one, and join those of experts that travel together; refuse two of one name."""
+    """Convert whole tensors one by one, and stack experts that are sent as one tensor.
+
+    Raises:
+        WeightSyncError: two parameters convert to the same HF name.
+    """
     source: dict[str, str] = {}
 
     def converted() -> Iterator[tuple[str, Tensor]]:

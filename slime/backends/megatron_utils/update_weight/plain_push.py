@@ -2,11 +2,12 @@
 
     pause -> every bucket: gather, rename, quantize, send -> same version everywhere -> continue
 
-Read on in ``gather`` (shards to whole tensors, which ``megatron_to_hf`` renames), ``sglang`` (its form of a bucket),
-``engine_group`` (broadcasts), and for the engine's side in ``slime.backends.sglang_utils.weight_verbs``.
+See also ``gather`` (shards to whole tensors, which ``megatron_to_hf`` renames), ``sglang`` (its format of a bucket),
+``engine_group`` (broadcasts), and for the engine's side ``slime.backends.sglang_utils.weight_verbs``.
 
-Nothing is compared, and no engine is left out: where one fails, the push fails and names it, and all stay paused,
-since they hold old and new weights at once.  The verified push, an extension, continues without that engine.
+Nothing is verified, and no engine is excluded.  If one fails, the push fails and names it, and all engines stay
+paused, because they may hold a mix of old and new weights.  The verified push, an extension, continues without that
+engine.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ logger = logging.getLogger(__name__)
 
 
 class PlainPush(Transport):
-    """Broadcasts from rank 0; each rank gives its buckets to the engine on its GPU."""
+    """Rank 0 broadcasts to remote engines; each rank shares its buckets with the engine on its GPU."""
 
     def __init__(self, ranks: TrainerRanks) -> None:
         self._ranks = ranks
         self._has_colocated = False
-        """An engine has a rank's GPU; all ranks know the same."""
+        """Some engine uses some rank's GPU; the same value on all ranks."""
         self._shares_gpu = False
-        """An engine has this rank's GPU: it maps the rank's buckets."""
+        """An engine uses this rank's GPU, and maps the rank's buckets."""
         self._beside: list[EngineProxy] = []
-        """Engines whose first GPU is this rank's: it asks them to load."""
+        """Engines whose first GPU is this rank's; this rank requests their loads."""
         self._remote: list[EngineProxy] = []
-        """Engines on other GPUs, on rank 0 alone: they get the buckets by broadcast."""
+        """On rank 0: engines on other GPUs, which get the buckets by broadcast."""
         self._group = EngineGroup("slime")
         self._weights: SentWeights | None = None
 
     def connect(self, engines: Sequence[EngineProxy], weights: SentWeights) -> None:
-        """Find out which engines share a GPU with this rank."""
+        """Connect to ``engines``, and determine which of them share a GPU with a rank."""
         colocated = [e for e in engines if e.is_colocated and e.gpus.stop <= self._ranks.world_size]
         rank, self._has_colocated = self._ranks.rank, bool(colocated)
         self._shares_gpu = any(rank in engine.gpus for engine in colocated)
@@ -57,14 +58,14 @@ class PlainPush(Transport):
         sglang.prepare()
 
     def send(self, push: Push) -> PushReport:
-        """Push; a failure of any engine fails it, on all ranks.
+        """Push the weights; if any engine fails, the push fails on all ranks.
+
+        After an error the engines are paused, and some may hold a mix of old and new weights.
 
         Raises:
-            WeightSyncError: an engine or a rank has failed; raised on every rank.
-            SlimeError, RuntimeError: what gathering, renaming or quantizing a tensor raises, on that rank alone and at
-                once; the others wait in the next collective until the job ends them.
-
-        After each of them the engines are paused, and some may hold old and new weights at once.
+            WeightSyncError: an engine or a rank failed; raised on every rank.
+            SlimeError, RuntimeError: gathering, renaming or quantizing a tensor failed; raised immediately and only on
+                that rank, while the others wait in the next collective until the job ends them.
         """
         engines = list(push.participants.engines.values())
         if push.checks:
@@ -101,9 +102,9 @@ class PlainPush(Transport):
 
     @torch.no_grad()
     def _send_buckets(self, push: Push) -> list[list[int]]:
-        """Send every bucket, and return the bytes of the tensors in each.
+        """Send every bucket; return the bytes of each tensor, per bucket.
 
-        A rank that has failed sends none, and meets the others until the last.
+        A rank that has failed sends nothing, but takes part in the collectives until the last bucket.
         """
         assert self._weights is not None
         sent = []
@@ -118,17 +119,17 @@ class PlainPush(Transport):
                 except PUSH_FAILURES as error:
                     push.failures.append(error)
             if self._has_colocated:
-                self._ranks.gather(None)  # the engines have mapped the buffers until here
+                self._ranks.gather(None)  # from here on no engine maps the buffers
             del buffer, bucket  # before the next one is gathered
         push.meet(f"sending the tensors of version {push.version}")
         _require_all(push)
         if torch.cuda.is_available():
-            torch.cuda.ipc_collect()  # what engines have let go
+            torch.cuda.ipc_collect()  # frees memory that engines have unmapped
         return sent
 
     def _share(self, push: Push, bucket: NamedTensors) -> tuple[str, torch.Tensor | None]:
-        """Return a handle to a copy of the bucket for the engine on this rank's GPU (CUDA IPC; shared memory on a
-        CPU), and the copy; "" where no engine maps it or this rank has failed.
+        """Copy the bucket for the engine on this rank's GPU; return a handle (CUDA IPC, or shared memory on a CPU) and
+        the copy.  The handle is "" and the copy None if no engine maps it or this rank has failed.
         """
         if not self._shares_gpu or not _is_whole(push):
             return "", None
@@ -139,10 +140,10 @@ class PlainPush(Transport):
             return "", None
 
     def _hand_over(self, push: Push, handles: list[str]) -> None:
-        """Let the engines that begin on this rank's GPU load a bucket, each of their GPUs from its own memory."""
+        """Make the engines whose first GPU is this rank's load a bucket; each of their GPUs maps its rank's copy."""
         of_engines = {e.index: [handles[gpu] for gpu in e.gpus] for e in self._beside}
         if any("" in own for own in of_engines.values()):
-            return  # a rank has failed, which ends the push at the next meeting
+            return  # a rank has failed, which ends the push at the next ``meet``
         push.participants.ask(
             "loading a bucket",
             lambda engine: engine.update_weights_from_tensor(
@@ -157,9 +158,10 @@ class PlainPush(Transport):
 
 
 def iter_buckets(weights: SentWeights) -> Iterator[NamedTensors]:
-    """Yield all tensors as engines load them, in buckets of ``bucket_bytes`` and with an engine's units in one bucket.
+    """Yield all tensors in the form that engines load, in buckets of at most ``bucket_bytes``.
 
-    Collective over all ranks, each of which gets all tensors.  A larger unit has its own bucket.
+    Tensors that an engine must load together are in one bucket; such a unit that is larger has its own bucket.
+    Collective; every rank gets all tensors.
     """
     weight_map, dims = weights.form.weight_map, weights.form.dims
     bucket: NamedTensors = []
@@ -178,20 +180,20 @@ def iter_buckets(weights: SentWeights) -> Iterator[NamedTensors]:
 
 
 def _widest_first(bucket: NamedTensors) -> NamedTensors:
-    """Return the order in which engines can view each tensor in its dtype where the joined bytes have it."""
+    """Sort a bucket such that each tensor is aligned to its dtype in the concatenated bytes."""
     return sorted(bucket, key=lambda named: -named[1].element_size())
 
 
 def _is_whole(push: Push) -> bool:
-    """Return whether nothing has failed that this rank knows of."""
+    """Return True if this rank knows of no failure in the push."""
     return not push.failures and not push.participants.reasons
 
 
 def _require_all(push: Push) -> None:
-    """Raise for the engines that a step has excluded; all ranks know the same of them.
+    """Raise an error if an engine was excluded; all ranks know the same excluded engines.
 
     Raises:
-        WeightSyncError: there are some.
+        WeightSyncError: lists the engines and their errors.
     """
     if failed := push.participants.excluded:
         listed = "; ".join(f"engine {engine.index}: {engine.reason}" for engine in failed)

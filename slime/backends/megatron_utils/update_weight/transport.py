@@ -1,6 +1,6 @@
-"""The seam between a trainer and a way of pushing its weights.
+"""The interface between a trainer and an implementation of weight pushes.
 
-``plain_push.PlainPush`` is the core's own; ``slime.compose`` hands a trainer another one where the flags ask for it.
+``plain_push.PlainPush`` is the core's implementation; ``slime.compose`` chooses another if the flags request it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from slime.weights.quantize import Quantizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentWeights:
-    """The weights of a push, and the form in which engines take them."""
+    """The weights of a push, and the form in which engines load them."""
 
     form: HfForm
-    """Decides names and shapes."""
+    """Determines names and shapes."""
     model: Sequence[torch.nn.Module]
     """This rank's chunks."""
     get_host_weights: Callable[[], HostWeights | None] = lambda: None
-    """Gives host copies of the parameters to read instead of the live ones; None reads these."""
+    """Returns host copies to read instead of the live parameters, or None to read the parameters."""
     dtype: torch.dtype
-    """Of floating-point tensors that are not quantised."""
+    """Dtype of floating-point tensors that are not quantized."""
     quantizer: Quantizer | None = None
-    """The quantizer of the tensors that engines hold quantized; None for none."""
+    """Quantizes the tensors that engines hold quantized; None if there are none."""
     bucket_bytes: int
-    """``--update-weight-buffer-size``: no bucket of several tensors is larger."""
+    """``--update-weight-buffer-size``: the largest size of a bucket with several tensors, in bytes."""
     constants: frozenset[str] = frozenset()
-    """:attr:`Shard.name` of parameters that no step changes, the same on all ranks; their buckets are constant."""
+    """:attr:`Shard.name` of parameters that training never changes, the same on all ranks; they get their own buckets.
+    """
 
     @property
     def device(self) -> torch.device:
@@ -60,46 +61,46 @@ class SentWeights:
         )
 
     def as_sent(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-        """Return what engines get of a tensor: itself, or what the quantizer makes of it."""
+        """Return the tensors sent for one HF tensor: itself, or the quantizer's output."""
         if self.quantizer is None or not self.quantizer.is_quantized(name):
             return [(name, tensor)]
         return self.quantizer.quantize(name, tensor)
 
 
 class Transport(ABC):
-    """A way of pushing, on one trainer rank; it must have :meth:`connect` and :meth:`send`.
+    """An implementation of weight pushes, on one trainer rank; subclasses define :meth:`connect` and :meth:`send`.
 
     Invariant: all trainer ranks call the same methods in the same order.
     """
 
     sends_model = True
-    """What it sends are the model's own weights."""
+    """It sends the model's own weights."""
 
     @abstractmethod
     def connect(self, engines: Sequence[EngineProxy], weights: SentWeights) -> None:
-        """Take ``engines`` as those to push to from now on, in the form that ``weights`` says."""
+        """Set the engines to push to, and the weights with their form."""
 
     @abstractmethod
     def send(self, push: Push) -> PushReport:
-        """Have the engines serve the present weights under the version of the push.
+        """Send the current weights to the engines, which then serve them under the push's version.
 
-        Afterwards, also after an error, the push's participants say which engines failed and why.
+        Afterwards, even after an error, the push's participants record which engines failed and why.
 
         Raises:
-            WeightSyncError: no engine serves them, or (of some transports) one of them does not.
+            WeightSyncError: no engine serves the weights; in some transports, if one engine does not.
         """
 
     def write(self, push: Push) -> Any:
-        """Write the present weights where engines can read them later, and return what these need to know.
+        """Write the current weights where engines can read them later; return what the engines need to read them.
 
         Raises:
-            WeightSyncError: always, where weights travel by no disk.
+            WeightSyncError: writing failed; always if the transport does not use a disk.
         """
         raise WeightSyncError("pushes of this run are not written to disk; use --update-weight-transport disk")
 
-    def close(self) -> None:  # noqa: B027  some have joined nothing
+    def close(self) -> None:  # noqa: B027  some transports have no group
         """Leave the groups with the engines."""
 
 
 MakeTransport = Callable[[Namespace, TrainerRanks], Transport]
-"""Makes the transport of a rank from flags; collective."""
+"""Builds a rank's transport from the flags; collective."""

@@ -1,4 +1,4 @@
-"""The pushes of one trainer rank: versions, the form in which engines take the weights, and the transport's part."""
+"""The weight pushes of one trainer rank: versions, the form in which engines load weights, and the transport."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from slime.weights.push.state import Push, PushReport, TrainerRanks
 class WeightUpdater:
     """Pushes the weights of a model to engines.
 
-    Invariant: all trainer ranks call the same methods in the same order.  A version number is used for the same bytes
-    only.
+    Invariant: all trainer ranks call the same methods in the same order.  One version number never stands for
+    different bytes.
 
     Args:
-        weights_getter: host copies to send instead of the model's own weights; None sends these.
-        hf_config: of ``--hf-checkpoint``: the quantization of the engines' weights.
+        weights_getter: returns host copies to send, or None to send the model's live weights.
+        hf_config: config.json of ``--hf-checkpoint``, which gives the quantization of the engines' weights.
         first_version: versions continue from here, so that a resumed run stays above the versions in its buffer.
-        make_transport: makes the way to the engines; None makes the plain one.
+        make_transport: builds the transport; None for the plain push.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class WeightUpdater:
         self._ranks = trainer_ranks(args.actor_num_gpus_per_node)
         self.engines: list[EngineProxy] = []
         self.excluded: list[ExcludedEngine] = []
-        """The engines that the last push excluded, also when it raised."""
+        """The engines that the last push excluded, even if it raised."""
         self.report: PushReport | None = None
-        """Of the last push that engines took."""
+        """Report of the last successful push."""
         self._model, self._weights_getter, self._hf_config = model, weights_getter, hf_config
         self._make_transport: MakeTransport = make_transport or (lambda args, ranks: PlainPush(ranks))
         self._transport: Transport | None = None
         self._weights: SentWeights | None = None
         self._cast_loss: CastLossEstimate | None = None
-        self._have_weights_changed = True  # it may: what a process before this one called first_version is not known
+        self._have_weights_changed = True  # a previous process may have used first_version for other weights
 
     def connect(self, engines: Sequence[EngineProxy], num_new_engines: int) -> None:
-        """Take ``engines`` as those to push to from now on; nothing happens when none of them is new."""
+        """Set the engines to push to; does nothing if ``num_new_engines`` is 0."""
         if num_new_engines == 0:
             return
         self.engines = list(engines)
@@ -73,23 +73,23 @@ class WeightUpdater:
         memory.freeze_long_lived_objects()  # the first connection imports SGLang
 
     def record_weights_changed(self) -> None:
-        """Record that the model was trained since the last push; call on all ranks."""
+        """Record that the model was trained since the last push; call it on all ranks."""
         self._have_weights_changed = True
 
     def push(self) -> PushReport:
-        """Push the present weights to all engines, as the next version.
+        """Push the current weights to all engines, as the next version.
 
         Raises:
-            WeightSyncError: no engine is connected, or the push failed; see ``push_weights``.
+            WeightSyncError: no engine is connected, or the push failed; see :meth:`Transport.send`.
         """
         self.version += 1
         return self._push()
 
     def resend(self) -> PushReport:
-        """Push to engines that missed the last push; the others are not connected meanwhile.
+        """Push to engines that missed the last push, while only these are connected.
 
-        Under the last push's version; under the next one if the model was trained since, or this process has not
-        pushed yet: then these may be other bytes.
+        The version is that of the last push.  If the model was trained since, or this process has not pushed yet, the
+        bytes may differ, so the next version is used.
 
         Raises:
             WeightSyncError: as :meth:`push`.
@@ -99,10 +99,10 @@ class WeightUpdater:
         return self._push(is_resend=True)
 
     def write(self) -> Any:
-        """Write the present weights as the next version, and ask nothing of any engine: the driver will.
+        """Write the current weights as the next version, without contacting engines: the driver notifies them.
 
         Raises:
-            WeightSyncError: pushes of this run do not travel over a disk, or the disk or the hook refuses.
+            WeightSyncError: the run does not push over a disk, or the disk or the hook failed.
         """
         self.version += 1
         push = self._new_push()
@@ -110,19 +110,19 @@ class WeightUpdater:
         return self.transport.write(push)
 
     def close(self) -> None:
-        """Leave the groups with the engines; every rank should do it."""
+        """Leave the groups with the engines; call it on every rank."""
         if self._transport is not None:
             self._transport.close()
 
     @property
     def transport(self) -> Transport:
-        """The way to the engines; made at the first connection, collectively."""
+        """The transport, built at the first connection; building it is collective."""
         if self._transport is None:
             self._transport = self._make_transport(self.args, self._ranks)
         return self._transport
 
     def _weights_in(self, dtype: torch.dtype) -> SentWeights:
-        """Return the weights in the form that engines of this dtype take; collective."""
+        """Return the weights in the form for engines of this dtype; collective."""
         args = self.args
         return SentWeights(
             form=hf_form(args, args.model_name or self._hf_config["model_type"]),
@@ -162,7 +162,7 @@ class WeightUpdater:
             self.excluded = list(push.participants.excluded)
 
     def _estimate_cast_loss(self, push: Push) -> None:
-        """Measure what this rank's weights lose by the cast, and warn on rank 0."""
+        """Estimate what this rank's weights lose in the cast, and warn on rank 0."""
         assert self._weights is not None
         if not self.transport.sends_model:
             return
@@ -175,7 +175,7 @@ class WeightUpdater:
 
 
 def trainer_ranks(ranks_per_host: int) -> TrainerRanks:
-    """Return the place of this rank."""
+    """Return this rank's place among the trainer's ranks."""
     return TrainerRanks(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
