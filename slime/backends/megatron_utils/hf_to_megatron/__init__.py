@@ -1,7 +1,6 @@
-"""Hugging Face checkpoints into a Megatron model, each rank reading only what it holds.
+"""Loads Hugging Face checkpoints into a Megatron model; each rank reads only what it holds.
 
-The correspondence of names and layouts is a table per family, ``models``, which ``megatron_to_hf`` reads in the
-other direction.
+Each family has a table of names and layouts (``models``), which ``megatron_to_hf`` reads in the other direction.
 """
 
 from __future__ import annotations
@@ -34,9 +33,11 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def keep_fp32(model: Sequence[torch.nn.Module], folder: str, model_name: str | None, dims: ModelDims) -> None:
-    """Hold in fp32, and mark for pushes, what ``--hf-checkpoint`` has in fp32 beside a narrower dtype of its config.
+    """Keep parameters in fp32, and mark them for pushes, that ``--hf-checkpoint`` stores in fp32 although the dtype of
+    its config is narrower.
 
-    Where the whole folder is in fp32, the precision of the run counts, except for what every engine holds in fp32.
+    If the whole folder is in fp32, the precision of the run applies, except to parameters that every engine holds in
+    fp32.
     """
     dtypes = stored_dtypes(folder)
     if torch.float32 not in dtypes.values() or not (model_name or family_of(read_model_config(folder))):
@@ -60,12 +61,12 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
     """Fill this rank's parameters from a HF checkpoint.  Not a collective.
 
     Args:
-        model: this rank's chunks, wrapped or not; the value head of a critic keeps its values.
-        path: folder with ``config.json`` and safetensors; block-quantized fp8 is dequantized.
+        model: this rank's chunks, wrapped or not; a critic's value head keeps its values.
+        path: folder with ``config.json`` and safetensors; block-quantized FP8 is dequantized.
 
     Raises:
-        ConfigError: the model type is not known.
-        DataError: a tensor is missing (also a KeyError), has another shape, or would be left unused.
+        ConfigError: the model type is unknown.
+        DataError: a tensor is missing (also a KeyError), has another shape, or is not used by the model.
     """
     weight_map = family_of_folder(path, args.model_name).weight_map
     shape = model_dims(args)
@@ -84,7 +85,7 @@ def load_hf_weights(args: Namespace, model: Sequence[torch.nn.Module], path: str
 
 
 def read_shard(name: str, shard: Shard, tensors: HfTensors, weight_map: WeightMap, shape: ModelDims) -> Tensor:
-    """Return a shard of this rank from the checkpoint, in the checkpoint's dtype.
+    """Return this rank's shard from the checkpoint, in the checkpoint's dtype.
 
     Raises:
         DataError: a tensor is missing (also a KeyError) or has another shape.
@@ -105,7 +106,7 @@ def read_shard(name: str, shard: Shard, tensors: HfTensors, weight_map: WeightMa
 
 
 def _read_whole(name: str, tensors: HfTensors, weight_map: WeightMap, shape: ModelDims) -> Tensor:
-    """Return a whole parameter; tensors that do not fit together (a transposed one) are named with their shapes."""
+    """Return a whole parameter; if its tensors do not fit together, the error names them with their shapes."""
     read: dict[str, list[int]] = {}
     being_read: list[str] = []
 
@@ -134,7 +135,7 @@ def _read_whole(name: str, tensors: HfTensors, weight_map: WeightMap, shape: Mod
 
 
 def _checked(name: str, tensors: HfTensors) -> Tensor:
-    """Return a tensor of the checkpoint whose numbers are those of a weight."""
+    """Return a tensor of the checkpoint, after checking that it is floating-point."""
     tensor = tensors.get(name)
     if not tensor.is_floating_point():
         raise DataError(
@@ -149,7 +150,7 @@ def local_part(shard: Shard, full: Tensor, *, is_gated: bool) -> Tensor:
     """Return the slice of a whole tensor (vocabulary padding included) that this rank's parameter holds.
 
     Args:
-        is_gated: the MLP's first matrix holds gate and up, each split on its own.
+        is_gated: the MLP's first matrix concatenates gate and up, each sharded separately.
     """
     if shard.split_dim is None:
         return full
@@ -161,17 +162,17 @@ def local_part(shard: Shard, full: Tensor, *, is_gated: bool) -> Tensor:
 
 
 def _check_copies(tensors: HfTensors, names: Sequence[str], original: Tensor) -> None:
-    """Say so when what ought to be copies of a parameter differ from it: there is no place for a second value."""
+    """Warn if tensors that should be copies of a parameter differ from it; the copies are not used."""
     for name in names:
         if name in tensors and not torch.equal(tensors.get(name), original):
             logger.warning(
-                "%s: %s differs from the model's own tensor, of which it ought to be a copy; it is not used, and what "
-                "is exported under its name is the model's own.", tensors.folder, name,
+                "%s: %s differs from the model's own tensor, of which it should be a copy; it is not used, and "
+                "exports under its name contain the model's own tensor.", tensors.folder, name,
             )  # fmt: skip
 
 
 def _check_head(tensors: HfTensors, head: str, embedding: Tensor) -> None:
-    """Refuse an output projection beside the embedding that it should be: nothing would train it."""
+    """Reject an output projection that differs from the embedding it is tied to: it would not be trained."""
     if head in tensors and not torch.equal(tensors.get(head), embedding):
         raise DataError(
             f"{tensors.where(head)}: {head} differs from the embedding, and tie_word_embeddings of config.json says "
@@ -180,11 +181,11 @@ def _check_head(tensors: HfTensors, head: str, embedding: Tensor) -> None:
 
 
 def check_all_used(tensors: HfTensors, weight_map: WeightMap, shape: ModelDims) -> None:
-    """Refuse a checkpoint that has tensors that the model has not, such as biases, query norms, or a second head.
+    """Reject a checkpoint with tensors that the model does not have, such as biases, query norms, or a second head.
 
-    A part of which nothing was read, such as a layer, belongs to another pipeline stage, or the model goes without it;
-    of any other part every tensor must have been read.  Experts are looked at as one, since other ranks have most of
-    them.  Outside of these parts the family's weight map says what there may be.
+    A part (such as a layer) from which nothing was read belongs to another pipeline stage, or is optional.  Of any
+    other part, every tensor must have been read.  All experts of a layer count as one, because other ranks read most
+    of them.  Outside of these parts the family's weight map lists the allowed tensors.
     """
     copies = {copy for name in weight_map.mtp_copies for copy in weight_map.copies_of(name, shape)}
     read = {_EXPERT.sub(".experts.*.", name) for name in tensors.read}

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face checkpoint, by name, one at a time."""
+"""Reads the tensors of a Hugging Face checkpoint by name, one at a time."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from slime.weights.stored_tensors import TORCH_DTYPES, read_layout
 INDEX_FILE = "model.safetensors.index.json"
 MAX_OPEN_FILES = 2
 DIGEST_THREADS = 4
-"""One compares as fast as another copies; a few are never waited for."""
+"""One thread verifies digests as fast as another copies; with a few, reading never waits."""
 
 
 @functools.lru_cache(maxsize=4)
 def stored_names(folder: str) -> frozenset[str]:
-    """Return all tensor names in a checkpoint's files, parts of quantized ones included; none without safetensors."""
+    """Return all tensor names in a checkpoint's files, including parts of quantized ones; empty without safetensors."""
     if not any(Path(folder).glob("*.safetensors")):
         return frozenset()
     with HfTensors(folder, verify=False) as tensors:
@@ -41,7 +41,7 @@ def stored_names(folder: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4)
 def tensor_names(folder: str) -> frozenset[str]:
-    """Return the names of all tensors of a checkpoint, as if none were quantized or stacked; none without files."""
+    """Return all tensor names of a checkpoint, as if none were quantized or stacked; empty without safetensors."""
     if not stored_names(folder):
         return frozenset()
     with HfTensors(folder, verify=False) as tensors:
@@ -50,8 +50,8 @@ def tensor_names(folder: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4)
 def stored_dtypes(folder: str) -> Mapping[str, torch.dtype]:
-    """Return the dtype of every floating-point tensor of a checkpoint that is not quantized, experts one by one; none
-    without files.
+    """Return the dtype of each unquantized floating-point tensor of a checkpoint, with stacked experts listed
+    individually; empty without safetensors.
     """
     if not stored_names(folder):
         return {}
@@ -66,8 +66,9 @@ def stored_dtypes(folder: str) -> Mapping[str, torch.dtype]:
 def in_stored_dtype(
     name: str, tensor: Tensor, dtypes: Mapping[str, torch.dtype], default: torch.dtype | None
 ) -> Tensor:
-    """Return a HF tensor in the dtype that a folder has it in (:func:`stored_dtypes`), else in ``default``, which a
-    router's bias is never cast to; None casts nothing.
+    """Cast a HF tensor to its dtype in a folder (:func:`stored_dtypes`), or else to ``default``.
+
+    A router's bias is never cast to ``default``; None does not cast.
     """
     name = row[0] if (row := row_of(name)) else name
     dtype = dtypes.get(name, tensor.dtype if "correction_bias" in name else default)
@@ -75,36 +76,35 @@ def in_stored_dtype(
 
 
 class MissingTensorError(DataError, KeyError):
-    """The checkpoint has no tensor of a name that the model needs."""
+    """The checkpoint does not have a tensor that the model needs."""
 
     __str__ = Exception.__str__
 
 
 class HfTensors:
-    """A folder of safetensors as a mapping that reads on demand and remembers what was read.
+    """A folder of safetensors as a mapping that reads on demand and records which tensors were read.
 
-    Experts that are stacked in one tensor are seen one by one (``slime.weights.stacked_experts``).
+    Experts that are stacked in one tensor appear individually (``slime.weights.stacked_experts``).
 
-    Invariant: at most the tensor being returned is in memory; files are mapped, not loaded.  Digests of large tensors
-    are compared in other threads: a damaged one is an error a few tensors later, at the latest when the folder is
-    closed.
+    Invariant: at most the tensor being returned is in memory; files are mapped, not loaded.  Other threads verify the
+    digests of large tensors, so damage raises an error a few tensors later, at the latest when the folder is closed.
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
         """Read the headers.
 
         Args:
-            verify: compare what is read with the digests beside it, if there are any.
+            verify: verify what is read against the folder's digests, if it has any.
 
         Raises:
-            DataError: there are no safetensors, a file is damaged, or leads out of the folder, or the files do not
-                hold what the index says, each tensor once.
+            DataError: there are no safetensors; a file is damaged or outside of the folder; or the files do not hold
+                exactly the tensors of the index, each once.
         """
         self.folder = Path(folder)
         self.read: set[str] = set()
-        """Names asked for so far."""
+        """Names requested so far."""
         self.rows: dict[str, int] = {}
-        """Rows of the tensors in the files of which single rows were asked for."""
+        """Number of rows of the stored tensors from which single rows were requested."""
         self._pool = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="digest")
         self._verdicts: deque[Future[None]] = deque()
         self._open: dict[str, tuple[Any, ExitStack]] = {}
@@ -124,7 +124,7 @@ class HfTensors:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._await_verdicts(0)  # damage says more than what came of it
+            self._await_verdicts(0)  # a digest error is more specific than the errors it causes
         finally:
             self._pool.shutdown()
             for _, stack in self._open.values():
@@ -136,19 +136,19 @@ class HfTensors:
         return frozenset(self._file_of)
 
     def names(self) -> list[str]:
-        """Return all names as if nothing were quantized, nor stacked."""
+        """Return all names, as if no tensor were quantized or stacked."""
         return list(self._names)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def get(self, name: str) -> Tensor:
-        """Return the tensor on the CPU, or the row of one that ``X[3]`` names; a quantized one dequantized to bf16.
+        """Return a tensor on the CPU, or by a name like ``X[3]`` a row of one; quantized ones are dequantized to bf16.
 
         Raises:
             MissingTensorError: there is no such tensor.
             DataError: it is quantized and its scales are missing or do not fit.
-            ConfigError: it is quantized in a way that is not known.
+            ConfigError: it is quantized in an unsupported way.
         """
         row = row_of(name)
         if row is not None:
@@ -174,7 +174,7 @@ class HfTensors:
         return part
 
     def get_stored(self, name: str) -> Tensor:
-        """Return a tensor as it is in the files, one of :meth:`stored_names`."""
+        """Return a tensor of :meth:`stored_names` as it is in the files."""
         tensor = self._handle(self._file_of[name]).get_tensor(name)
         self._check(name, tensor)
         return tensor
@@ -216,7 +216,7 @@ class HfTensors:
     def _format(self) -> WeightFormat | None:
         has_config = (self.folder / "config.json").is_file()
         settings = read_model_config(self.folder).get("quantization_config") if has_config else None
-        # Tensors in MXFP4 are known by their names.
+        # MXFP4 tensors are recognized by their names.
         return None if settings and settings.get("quant_method") == MXFP4 else read_format(settings)
 
     def _handle(self, file: str) -> Any:
@@ -231,7 +231,7 @@ class HfTensors:
                 raise DataError(
                     f"{self.folder / file} cannot be read ({error}); copy the checkpoint again."
                 ) from error
-        self._open[file] = self._open.pop(file)  # the one used longest ago is the first
+        self._open[file] = self._open.pop(file)  # keeps the least recently used file first
         return self._open[file][0]
 
 
@@ -242,15 +242,15 @@ def in_layout_of(
     *,
     verify: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors as the folder ``source`` has them, and behind them those of its parts that did not come.
+    """Yield the tensors in the layout of ``source``, followed by copies of those that only ``source`` has.
 
     Args:
-        source: the folder whose config goes with them; None, or one without safetensors, changes nothing.
-        is_left_out: True for the name of a tensor that is copied from ``source`` unless it comes.
-        verify: compare what is read of ``source`` with its digests.
+        source: the folder whose config describes the result; None or a folder without safetensors changes nothing.
+        is_left_out: returns True for names that are copied from ``source`` if ``tensors`` does not have them.
+        verify: verify what is read from ``source`` against its digests.
 
     Raises:
-        DataError: ``source`` stacks experts of which some did not come.
+        DataError: ``source`` stacks experts, and ``tensors`` has only some of them.
     """
     if source is None or not stored_names(str(source)):
         yield from tensors

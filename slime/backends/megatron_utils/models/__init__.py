@@ -1,7 +1,7 @@
-"""The registry of model families, and what their tables are made of.
+"""The registry of model families, and the classes of their tables.
 
-A family is a file of ``slime_plugins.models``, or ``family.py`` of a folder there, that defines ``FAMILIES``: being
-there registers it.
+A file of ``slime_plugins.models``, or ``family.py`` in a folder there, registers its families by defining
+``FAMILIES``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IS_PARTIAL = "is_partial"
-"""Key of a config of which only a part is known: a key that it lacks says nothing."""
+"""Key that marks a partially known config, in which a missing key means nothing."""
 
 
 def all_families() -> Mapping[str, ModelFamily]:
-    """Return every family by model_type of config.json, without the files that cannot be imported.
+    """Return all families by the model_type of config.json, except those whose files cannot be imported.
 
     Raises:
         ConfigError: two files declare one model type.
@@ -45,10 +45,10 @@ def _import_families() -> tuple[Mapping[str, ModelFamily], Sequence[str]]:
     failures: list[str] = []
     for module, path in family_files("*.py", "*/family.py").items():
         if "\nFAMILIES" not in path.read_text():
-            continue  # layers, or what families share
+            continue  # layers, or code shared by families
         try:
             declared = import_module(module).FAMILIES
-        except Exception as error:  # noqa: BLE001 - a family of somebody else, and this run may need another one
+        except Exception as error:  # noqa: BLE001 - a third-party family that this run may not need
             failures.append(f"{module} ({type(error).__name__}: {error})")
             logger.warning("The model family %s cannot be used: %s", module, error)
             continue
@@ -64,21 +64,21 @@ def _import_families() -> tuple[Mapping[str, ModelFamily], Sequence[str]]:
 
 
 def family_of(config: Mapping[str, Any]) -> ModelFamily | None:
-    """Return the family of a config.json; None for a model type that is not here."""
+    """Return the family of a config.json; None for an unknown model type."""
     return all_families().get(str(config.get("model_type")))
 
 
 def family_of_spec(spec: Sequence[str] | None) -> ModelFamily | None:
-    """Return the family whose layers ``--spec`` (module and function) builds; None for a plug-in's own, or none."""
+    """Return the family whose layers ``--spec`` (module and function) builds; None without it or for a plug-in's."""
     if not spec:
         return None
     return next((family for family in all_families().values() if family.is_built_by(spec[0])), None)
 
 
 def published_config(checkpoint: str) -> Mapping[str, Any]:
-    """Return what is known of the config.json of a published checkpoint, by its folder's name; empty for others.
+    """Return the known part of a published checkpoint's config.json, by the name of its folder; empty if unknown.
 
-    A recipe names folders of the cluster; on a machine that has none of them, a plan goes by this.
+    Recipes name folders of the cluster; on a machine without them, plans use this.
     """
     name = PurePath(checkpoint).name
     known = all_families().values()
@@ -86,30 +86,30 @@ def published_config(checkpoint: str) -> Mapping[str, Any]:
 
 
 def plain_weights(config: Mapping[str, Any]) -> PlainWeights | None:
-    """Return what converters leave as it is in a checkpoint; None for one of a model type that is not here."""
+    """Return which weights of a checkpoint converters do not quantize; None for an unknown model type."""
     family = family_of(config)
     return family.weight_map.plain if family else None
 
 
 def dtype_of_fp32(config: Mapping[str, Any]) -> str:
-    """Return the dtype in which an engine without ``--dtype`` serves a checkpoint in fp32."""
+    """Return the dtype in which an engine without ``--dtype`` serves an fp32 checkpoint."""
     family = family_of(config)
     return family.engine_dtype if family else "float16"
 
 
 def family_of_folder(folder: str | Path, model_name: str | None) -> ModelFamily:
-    """Return the family by whose names a Hugging Face folder is read, and weights are written for it.
+    """Return the family whose names are used to read and write a Hugging Face folder.
 
-    ``--model-name`` decides, as it does for pushes; without it the model type of the folder's config.json.
+    As for pushes, it is that of ``--model-name``, or else of the model type in the folder's config.json.
 
     Raises:
-        ConfigError: that family is unknown; the message lists the known ones.
+        ConfigError: the family is unknown; the message lists the known ones.
     """
     return find_family(model_name or read_model_type(folder))
 
 
 def find_weight_map(model_name: str) -> WeightMap:
-    """Return the table of :func:`find_family`."""
+    """Return the weight map of :func:`find_family`."""
     return find_family(model_name).weight_map
 
 

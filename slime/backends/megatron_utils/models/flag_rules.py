@@ -1,8 +1,7 @@
-"""Megatron's model flags from a config.json: the rules that families share.
+"""Derives Megatron's model flags from a config.json: the rules that families share.
 
-A rule takes the config and yields a :class:`Flag` for each thing that it says, and a line of text for what no flag
-can say.  ``flags/hf_config_check.py`` reads the result in both directions: a flag that was not given is filled in, one
-that was given is compared.
+A rule takes the config and yields a :class:`Flag` for each setting, or a line of text for a setting that no flag can
+express.  ``flags/hf_config_check.py`` fills in the flags that were not given and compares those that were.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from slime.utils.errors import ConfigError
 
 Config = Mapping[str, Any]
 
-# What YaRN (arXiv 2309.00071) needs comes from the checkpoint's config: Megatron's own defaults (a factor of 40) would
-# silently bend the positions of a model that was never stretched.
+# YaRN's settings (arXiv 2309.00071) come from the checkpoint's config: Megatron's defaults (a factor of 40) would
+# silently distort the positions of a model that was never stretched.
 YARN_DEFAULTS: dict[str, Any] = {
-    # attribute of args -> value where neither the flags nor the HF config say anything
+    # attribute of args -> value if neither the flags nor the HF config give one
     "rotary_scaling_factor": 1.0,
     "original_max_position_embeddings": 4096,
     "beta_fast": 32.0,
@@ -31,16 +30,16 @@ YARN_DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """The value of one model flag by a config.json."""
+    """The value of one model flag according to a config.json."""
 
     attribute: str
-    """Of args."""
+    """Attribute of args."""
     value: Any
-    """None: the flag must not be given."""
+    """None means that the flag must not be given."""
     source: str
-    """Key and value of config.json, or a clause on the family: the end of the message to a flag that differs."""
+    """Key and value of config.json, or a clause on the family; ends the message about a flag that differs."""
     is_fact: bool = True
-    """False: what a run without model flags takes; another value is as good."""
+    """False for a default of runs without model flags; other values are valid too."""
 
 
 FlagRule = Callable[[Config], Iterable[Flag | str]]
@@ -51,9 +50,9 @@ DECODER: Mapping[str, Any] = {
     "normalization": "RMSNorm",
     "position_embedding_type": "rope",
 }
-"""Attributes of every family that does not say otherwise."""
+"""Attributes of every family, unless it overrides them."""
 PLAIN: Mapping[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
-"""Keys of config.json with the one value that layers can have, unless their family says otherwise."""
+"""Keys of config.json with the only value that layers support, unless their family overrides it."""
 
 _SIZES = {
     # key of config.json -> attribute of args
@@ -81,11 +80,11 @@ SIGMOID_CHOICES: Mapping[str, Any] = {
     "moe_router_bias_update_rate": 0.0,
     "moe_router_load_balancing_type": "seq_aux_loss",
 }
-"""Beside these where scores are sigmoids with a bias: what engines do not see must not move."""
+"""Further defaults for sigmoid scores with a bias: values that engines do not get must not change."""
 
 
 def fact(config: Config, key: str, attribute: str, value: Any = None) -> Flag:
-    """Return the flag that a key of config.json decides: by its value, or by what follows from it."""
+    """Return the flag that a key of config.json determines: the key's value, or ``value`` derived from it."""
     return Flag(attribute, config[key] if value is None else value, f"{key} is {config[key]}")
 
 
@@ -95,12 +94,12 @@ def facts(config: Config, keys: Mapping[str, str]) -> Iterator[Flag]:
 
 
 def choices(values: Mapping[str, Any]) -> Iterator[Flag]:
-    """Yield what a run without model flags takes, and no other is held to."""
+    """Yield defaults for runs without model flags, to which other runs are not compared."""
     return (Flag(attribute, value, "this family's usual choice", is_fact=False) for attribute, value in values.items())
 
 
 def shared_rules(config: Config) -> Iterator[Flag | str]:
-    """Yield what the keys say that all families share; a key that is absent says nothing."""
+    """Yield the flags of the keys that all families share; missing keys are skipped."""
     yield from facts(config, _SIZES)
     tied = config.get("tie_word_embeddings")
     if tied is not None:
@@ -117,7 +116,7 @@ def shared_rules(config: Config) -> Iterator[Flag | str]:
 
 
 def mlp_width(config: Config) -> Iterator[Flag]:
-    """Yield the width of dense layers; where every layer has experts it means nothing."""
+    """Yield the width of dense layers; it has no meaning if every layer has experts."""
     key = "intermediate_size" if config.get("intermediate_size") is not None else "moe_intermediate_size"
     if config.get(key) is not None:
         has_dense = not all(layers_with_experts(config) or [0])
@@ -139,7 +138,7 @@ def grouped_attention(config: Config) -> Iterator[Flag | str]:
 
 
 def rotary_positions(config: Config) -> Iterator[Flag | str]:
-    """Yield base, turning part and scaling of rotary positions: plain, Llama 3's, or YaRN."""
+    """Yield base, rotated fraction and scaling of rotary positions: plain, Llama 3's, or YaRN."""
     settings = hf_rope_settings(config)
     kind = settings["rope_type"]
     if settings["rope_theta"] is not None:
@@ -164,7 +163,7 @@ def rotary_positions(config: Config) -> Iterator[Flag | str]:
 
 
 def yarn_flags(settings: Mapping[str, Any]) -> Iterator[Flag]:
-    """Yield the numbers of YaRN, named as config.json names them."""
+    """Yield YaRN's settings."""
     names = {"rotary_scaling_factor": "factor", "yarn_truncate": "truncate"}
     return (Flag(name, value, f"{names.get(name, name)} is {value}") for name, value in settings.items())
 
@@ -193,7 +192,7 @@ def latent_attention(config: Config) -> Iterator[Flag | str]:
 
 
 def layers_with_experts(config: Config) -> list[int] | None:
-    """Return 1 for each layer with experts and 0 for each dense one; None where config.json does not tell."""
+    """Return 1 for each layer with experts and 0 for each dense layer; None if config.json does not say."""
     count, kinds = config.get("num_hidden_layers"), config.get("mlp_layer_types")
     num_dense, dense = config.get("first_k_dense_replace"), config.get("mlp_only_layers") or ()
     if kinds is not None:
@@ -210,7 +209,7 @@ def layers_with_experts(config: Config) -> list[int] | None:
 
 
 def expert_layers(config: Config) -> Iterator[Flag]:
-    """Yield which layers have experts, how wide these are, and how they are computed."""
+    """Yield which layers have experts, the experts' width, and how they are computed."""
     yield from facts(config, _EXPERT_SIZES)
     layers = layers_with_experts(config)
     if layers is not None:
@@ -220,7 +219,7 @@ def expert_layers(config: Config) -> Iterator[Flag]:
 
 
 def softmax_experts(config: Config) -> Iterator[Flag | str]:
-    """Yield Qwen's experts: chosen by a softmax, before or after which the weights are made to add up to 1."""
+    """Yield Qwen's experts: chosen by a softmax, with weights that may be normalized to sum to 1."""
     yield from facts(config, {"num_experts": "num_experts", "num_experts_per_tok": "moe_router_topk"})
     yield from expert_layers(config)
     is_normalised = config.get("norm_topk_prob")
@@ -262,9 +261,9 @@ def sigmoid_experts(config: Config) -> Iterator[Flag | str]:
 
 
 def hf_rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings of a config of any age in one dictionary, ``rope_type`` always among them.
+    """Return the rotary settings of a config of any transformers version in one dict, always with ``rope_type``.
 
-    transformers 5 has them under ``rope_parameters``; older configs have a base at the top and the rest, if there is
+    transformers 5 has them under ``rope_parameters``; older configs have the base at the top level and the rest, if
     any, under ``rope_scaling``.
     """
     nested = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -278,13 +277,13 @@ def hf_rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hf_yarn_settings(config: Mapping[str, Any], *, knows_truncate: bool = False) -> dict[str, Any]:
-    """Return the values of :data:`YARN_DEFAULTS` that a config asks for; a factor of 1 alone where it has no YaRN.
+    """Return a config's values of :data:`YARN_DEFAULTS`; without YaRN only a factor of 1.
 
     Args:
-        knows_truncate: also ``yarn_truncate``, which latent attention cannot choose.
+        knows_truncate: also return ``yarn_truncate``, which latent attention does not support.
 
     Raises:
-        ConfigError: its positions are stretched in a way that is not known here.
+        ConfigError: the positions are stretched in an unsupported way.
     """
     settings = hf_rope_settings(config)
     kind = settings["rope_type"]
@@ -315,6 +314,6 @@ def hf_yarn_settings(config: Mapping[str, Any], *, knows_truncate: bool = False)
                 "would follow; add one of them."
             )
         values["rotary_scaling_factor"] = longest / values["original_max_position_embeddings"]
-    # As transformers reads them: a beta that is absent or 0 is the usual one.
+    # As in transformers, a value that is missing or 0 means the default.
     values = {name: value or YARN_DEFAULTS[name] for name, value in values.items()}
     return values | {"yarn_truncate": settings.get("truncate", True)} if knows_truncate else values

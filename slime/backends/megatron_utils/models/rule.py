@@ -1,8 +1,8 @@
-"""The correspondence of Megatron's parameters and Hugging Face's tensors, as a table that is read in both directions.
+"""Maps Megatron parameters to Hugging Face tensors, with a table that is read in both directions.
 
-A family is a :class:`WeightMap`: a list of rules, each of which says that one Megatron parameter is made of certain HF
-tensors.  Loading merges these, exporting splits it, so that the exporter is the loader's inverse by construction.
-Rules that several families share are beside them, in ``slime_plugins.models``.
+A family has a :class:`WeightMap`: a list of rules, each of which composes one Megatron parameter from certain HF
+tensors.  Loading merges the tensors and exporting splits the parameter, so the exporter is the loader's inverse by
+construction.  Rules shared by several families are in ``slime_plugins.models``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _HF_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
 MAX_MTP_LAYERS = 8
-"""More than any published model has; a run may go without those of its checkpoint."""
+"""More than any published model has; a run may leave out the MTP layers of its checkpoint."""
 FP32 = ("norm.weight", "norm.bias", ".router.weight", ".router.bias")
-"""Ends of the names of parameters that every layer takes in any precision."""
+"""Name suffixes of parameters that all layers accept in any precision."""
 OUTPUT_LAYER, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -39,14 +39,13 @@ class Rule:
     """One Megatron parameter and the HF tensors it is made of."""
 
     megatron: str
-    """Name after the prefix of its layer; ``{expert}`` is replaced by the expert's index."""
+    """Name after its layer's prefix; ``{expert}`` is replaced by the expert's index."""
     hf: tuple[str, ...]
-    """Names after the HF prefix of the layer."""
+    """Names after the layer's HF prefix."""
     merge: Merge = lambda tensor, shape: tensor
-    """Called with the HF tensors, in the order of ``hf``, and the dimensions; the whole parameter (before vocabulary
-    padding)."""
+    """(HF tensors in the order of ``hf``, dimensions) -> the whole parameter, before vocabulary padding."""
     split: Split = lambda tensor, shape: (tensor,)
-    """The inverse of ``merge``: moves numbers, changes none."""
+    """The inverse of ``merge``; it only rearranges values."""
 
 
 @dataclass(frozen=True)
@@ -56,45 +55,50 @@ class WeightMap:
     family: str
     """Name for messages."""
     top: tuple[Rule, ...]
-    """Outside of the layers; whole names on both sides."""
+    """Parameters outside of the layers, with whole names on both sides."""
     layer: tuple[Rule, ...]
-    """After ``decoder.layers.{i}.`` and ``layer_prefix``."""
+    """Parameters of a layer, with names after ``decoder.layers.{i}.`` and ``layer_prefix``."""
     mtp: tuple[Rule, ...] = ()
-    """After ``mtp.layers.{j}.`` and its prefix, beside its ``transformer_layer``, for which ``layer`` serves."""
+    """Parameters of an MTP layer, with names after ``mtp.layers.{j}.`` and its prefix; ``layer`` covers its
+    ``transformer_layer``."""
     layer_prefix: str = "model.layers.{layer}."
     own_mtp_prefix: str = ""
-    """Of an MTP layer, with ``{index}``; empty where its number continues the decoder's, as in most families."""
+    """HF prefix of an MTP layer, with ``{index}``; empty if MTP layers are numbered after the decoder's, as in most
+    families."""
     mtp_layer_prefix: str = ""
-    """In front of the tensors of its ``transformer_layer``, where that is not :meth:`mtp_prefix`."""
+    """HF prefix of its ``transformer_layer``, if different from :meth:`mtp_prefix`."""
     mtp_copies: Mapping[str, str] = field(default_factory=dict)
     """Megatron parameter outside of the layers -> its copy in the checkpoint, after ``mtp_prefix``."""
     ignored: tuple[str, ...] = field(default=(r".*rotary_emb\.inv_freq",))
     """Regular expressions of HF tensors that no model needs."""
     untrained: tuple[str, ...] = ()
-    """Regular expressions of HF tensors of parts that a trainer may go without (a vision tower); engines then read
+    """Regular expressions of HF tensors of parts that a trainer may leave out (a vision tower); engines then read
     them from ``--hf-checkpoint``, and exports copy them from there."""
     spare: tuple[str, ...] = ()
-    """Regular expressions of HF tensors of layers that a layer may go without; one that does leaves them as they are
-    in ``--hf-checkpoint``."""
+    """Regular expressions of HF tensors that a layer may leave out; they then stay as they are in
+    ``--hf-checkpoint``."""
     engine_fp32: tuple[str, ...] = ()
-    """Ends of the names of HF tensors that engines hold in fp32, whatever precision they compute in."""
+    """Name suffixes of HF tensors that engines hold in fp32, whatever precision they compute in."""
     computed_in_fp32: tuple[str, ...] = ()
-    """Ends of the names of Megatron parameters that the family's own layers take in any precision, and compute in
-    fp32; a run keeps them in fp32 where ``--hf-checkpoint`` does."""
+    """Name suffixes of Megatron parameters that the family's layers accept in any precision and use in fp32; a run
+    keeps them in fp32 if ``--hf-checkpoint`` does."""
     not_applied: tuple[str, ...] = ()
-    """Ends of the names of Megatron weights that layers multiply with others, never with tokens: no adapters."""
+    """Name suffixes of Megatron weights that layers multiply only with other weights, not with tokens; they cannot
+    have adapters."""
     plain_parts: tuple[str, ...] = ()
-    """Parts of the names of HF matrices in layers that converters leave as they are: engines hold them in linear
-    layers that take no scale."""
+    """Parts of the names of HF matrices in layers that converters do not quantize: engines hold them in linear layers
+    without scales."""
     parts: Mapping[str, str] = field(default_factory=dict)
-    """Prefix of the parameters of a part beside the layers, such as a tower, that the trainer may have -> prefix of
-    its HF tensors, whose names go on alike."""
+    """Prefix of an optional part outside of the layers, such as a vision tower -> prefix of its HF tensors.  The rest
+    of the names is equal."""
     together: tuple[tuple[str, ...], ...] = ()
-    """HF modules of one layer whose tensors an engine must receive in one call, where the model has all of them."""
+    """HF modules of one layer whose tensors an engine must receive in one call, if the model has all of them."""
 
     @cached_property
     def plain(self) -> PlainWeights:
-        """What converters leave as it is: what is outside of layers, or beside the layer of an MTP layer."""
+        """Weights that converters do not quantize: those outside of layers, and in MTP layers outside of the
+        transformer layer.
+        """
         from slime.weights.quantize.formats import PlainWeights
 
         names = (name for rule in (*self.top, *self.mtp) for name in rule.hf)
@@ -102,11 +106,11 @@ class WeightMap:
         return PlainWeights((*self.plain_parts, *names, *self.mtp_copies.values()), (*self.untrained, *parts))
 
     def mtp_prefix(self, index: int, shape: ModelDims) -> str:
-        """Return what is in front of the HF tensors of an MTP layer."""
+        """Return the prefix of an MTP layer's HF tensors."""
         return self.own_mtp_prefix.format(index=index) or self.layer_prefix.format(layer=shape.num_layers + index)
 
     def together_with(self, hf_name: str, shape: ModelDims) -> tuple[str, ...]:
-        """Return the HF tensors that must travel with this one, itself included; empty for one that travels alone."""
+        """Return the HF tensors, including this one, that must be sent in one call with it; empty if there are none."""
         for modules in self.together if shape.has_query_latent else ():
             for module in modules:
                 prefix, found, rest = hf_name.partition(f".{module}.")
@@ -115,17 +119,17 @@ class WeightMap:
         return ()
 
     def copies_of(self, name: str, shape: ModelDims) -> tuple[str, ...]:
-        """Return the HF names under which a checkpoint may hold a Megatron parameter once more, in its MTP layers."""
+        """Return the HF names of further copies of a Megatron parameter that a checkpoint may have in MTP layers."""
         if name not in self.mtp_copies:
             return ()
         return tuple(self.mtp_prefix(index, shape) + self.mtp_copies[name] for index in range(shape.num_mtp_layers))
 
     def is_untrained(self, hf_name: str) -> bool:
-        """Return True for a HF tensor of a part that a trainer may go without."""
+        """Return True for a HF tensor of a part that a trainer may leave out."""
         return any(re.fullmatch(pattern, hf_name) for pattern in self.untrained)
 
     def is_left_out(self, hf_name: str, shape: ModelDims) -> bool:
-        """Return True for a HF tensor of a part that this model may go without: a vision tower, MTP layers."""
+        """Return True for a HF tensor of a part that this model may leave out: a vision tower, MTP layers."""
         left_out = (*self.untrained, *self.spare)
         return any(re.fullmatch(pattern, hf_name) for pattern in left_out) or self._is_in_mtp(
             hf_name, shape, first=shape.num_mtp_layers
@@ -144,18 +148,18 @@ class WeightMap:
 
     @cached_property
     def _mtp_prefixes(self) -> dict[tuple[int, int], tuple[str, ...]]:
-        """Beginnings of names, by the layers of the model and the first MTP layer: a checkpoint has 100,000 names."""
+        """Name prefixes by number of layers and first MTP layer, cached because a checkpoint may have 100,000 names."""
         return {}
 
     def part_of(self, hf_name: str) -> str | None:
-        """Return what the names of a HF tensor's part begin with: a layer, MTP layers, ``parts``; else None."""
+        """Return the name prefix of a HF tensor's part: a layer, MTP layers or one of ``parts``; None for others."""
         if layer := self._layer.match(hf_name):
             return layer[0]
         mtp = (self.own_mtp_prefix.format(index=index) for index in range(MAX_MTP_LAYERS))
         return next((prefix for prefix in (*self.parts.values(), *mtp) if prefix and hf_name.startswith(prefix)), None)
 
     def has_place(self, hf_name: str, shape: ModelDims) -> bool:
-        """Return False for a HF tensor that belongs to no layer of the model, nor to anything else of the family."""
+        """Return False for a HF tensor that belongs to no layer of the model and no other part of the family."""
         if hf_name in {name for rule in self.top for name in rule.hf} or self.is_untrained(hf_name):
             return True
         if hf_name.startswith(tuple(self.parts.values())):
@@ -171,12 +175,12 @@ class WeightMap:
 
     @cached_property
     def _layer(self) -> re.Pattern[str]:
-        """What a name in a layer begins with."""
+        """Prefix of the names in a layer."""
         return re.compile(r"(\d+)".join(map(re.escape, self.layer_prefix.split("{layer}"))))
 
     @cached_property
     def _rules(self) -> dict[str, dict[str, Rule]]:
-        """The rules of each part by the parameter's name in it; of two for one name the first."""
+        """The rules of each part, by the parameter's name in it; the first rule for a name wins."""
         parts = {"top": self.top, "layer": self.layer, "mtp": self.mtp}
         return {part: {rule.megatron: rule for rule in reversed(rules)} for part, rules in parts.items()}
 
@@ -204,14 +208,14 @@ class WeightMap:
             rest, expert = match[1] + "{expert}", match[2]
         rule = self._rules[part].get(rest)
         if rule is None:
-            raise KeyError(f"{name} is no parameter of the family {self.family}")
+            raise KeyError(f"{name} is not a parameter of the family {self.family}")
         return rule, tuple(prefix + hf_name.replace("{expert}", expert) for hf_name in rule.hf)
 
 
 def to_hf(weight_map: WeightMap, name: str, tensor: Tensor, shape: ModelDims) -> list[tuple[str, Tensor]]:
-    """Return one whole Megatron parameter, vocabulary padding cut off, as HF tensors (views where possible).
+    """Return one whole Megatron parameter, without vocabulary padding, as HF tensors (views where possible).
 
-    Nothing for an output layer that is the embedding.
+    Empty for an output layer tied to the embedding.
 
     Raises:
         KeyError: the family has no such parameter.
@@ -226,13 +230,13 @@ def from_hf(weight_map: WeightMap, name: str, get: Callable[[str], Tensor], shap
     """Return the whole Megatron parameter ``name``, before vocabulary padding.
 
     Args:
-        weight_map: of the family.
-        name: global name, layers and experts counted over the whole model.
-        get: gives a HF tensor by name.
-        shape: of the model.
+        weight_map: the family's table.
+        name: global name, with layers and experts counted over the whole model.
+        get: returns a HF tensor by name.
+        shape: dimensions of the model.
 
     Raises:
-        KeyError: the family has no such parameter, or the checkpoint lacks a tensor of it.
+        KeyError: the family has no such parameter, or the checkpoint lacks one of its tensors.
     """
     if name == OUTPUT_LAYER and shape.has_tied_embeddings:
         name = EMBEDDING

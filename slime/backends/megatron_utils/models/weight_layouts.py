@@ -11,7 +11,7 @@ from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import DataError
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Parameters with a row for each token."""
+"""Parameters with one row per token."""
 
 
 def pad_vocabulary(tensor: Tensor, shape: ModelDims) -> Tensor:
@@ -33,10 +33,10 @@ def tensor_parallel_slice(full: Tensor, *, dim: int, rank: int, size: int, is_ga
     """Return the part of a whole tensor that tensor-parallel rank ``rank`` of ``size`` holds.
 
     Args:
-        is_gate_up: gate and up are cut apart, so that each rank has matching columns of both.
+        is_gate_up: shard gate and up separately, so that each rank has matching parts of both.
 
     Raises:
-        DataError: ``dim`` cannot be cut into ``size`` parts.
+        DataError: ``dim`` is not divisible by ``size``.
     """
     if size == 1:
         return full
@@ -48,7 +48,7 @@ def tensor_parallel_slice(full: Tensor, *, dim: int, rank: int, size: int, is_ga
 
 
 def tensor_parallel_join(parts: Sequence[Tensor], *, dim: int, is_gate_up: bool = False) -> Tensor:
-    """Invert :func:`tensor_parallel_slice`: join what the ranks hold, in their order."""
+    """Invert :func:`tensor_parallel_slice`: join the ranks' parts, in rank order."""
     if is_gate_up:
         gates, ups = zip(*(part.chunk(2, dim=dim) for part in parts), strict=True)
         parts = [*gates, *ups]
