@@ -1,4 +1,4 @@
-"""One SGLang engine process, its router, and how to talk to them.
+"""An SGLang engine process, its router, and the clients of both.
 
-The only package that imports ``sglang`` and ``sglang_router`` freely; it imports no Ray and no Megatron.
+Only this package imports ``sglang`` and ``sglang_router`` freely; it imports neither Ray nor Megatron.
 """

@@ -1,7 +1,7 @@
 """The engines' flags: every flag of the installed SGLang and of its router, and the few that slime adds.
 
 ``--sglang-X`` sets field X of SGLang's ServerArgs, ``--router-X`` field X of the router's RouterArgs.  Fields that
-slime decides itself have no flag.
+slime sets itself have no flag.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ SLIME_DECIDES = {
     "skip_server_warmup": "it is always on",
     "enable_return_routed_experts": "it follows from --use-rollout-routing-replay",
 }
-"""ServerArgs fields without a flag, and what decides them."""
+"""ServerArgs fields without a flag -> what determines them."""
 _OTHER_NAMES = {"tp": "tp_size", "tensor_parallel_size": "tp_size", "model": "model_path", "config_file": "config"}
-"""Further names that people expect of these fields."""
+"""Other common names of these fields."""
 
 LONG_NAMES = {
     "sglang_dp_size": "sglang_data_parallel_size",
@@ -82,7 +82,7 @@ LONG_NAMES = {
     "sglang_ep_size": "sglang_expert_parallel_size",
     "sglang_moe_dp_size": "sglang_moe_data_parallel_size",
 }
-"""Both attributes exist on args and are equal."""
+"""Pairs of attributes of args that are kept equal."""
 
 ROUTER_DEFAULTS = {
     "router_log_level": "warn",
@@ -90,16 +90,16 @@ ROUTER_DEFAULTS = {
     "router_balance_rel_threshold": 1.2,
     "router_prometheus_host": None,
 }
-"""Rollouts want load spread evenly sooner than the router's own defaults do, a quiet log, and metrics on loopback."""
+"""Rollouts need load balanced at smaller differences than the router's defaults, a quiet log, metrics on loopback."""
 
 
 _PATHS = ("path", "paths", "dir", "folder", "file")
-"""Last words of the names of SGLang's fields that are files and folders."""
+"""Last words of the names of SGLang's fields that hold files and folders."""
 _COUNT_OR_MINUS_ONE = WholeNumber(high=INT64_MAX, also=-1)
 
 
 class _Prefixed:
-    """A view of a parser that puts a prefix before every flag and attribute added through it."""
+    """A view of a parser that adds a prefix to every flag and attribute added through it."""
 
     def __init__(self, target: argparse._ActionsContainer, prefix: str, skip: Collection[str] = ()) -> None:
         self._target, self._prefix, self._skip = target, prefix, skip
@@ -116,12 +116,12 @@ class _Prefixed:
         self._target.add_argument(*flags, dest=self._prefix.replace("-", "_") + dest, **kwargs)
 
     def add_argument_group(self, *args: Any, **kwargs: Any) -> _Prefixed:
-        """Return this view: groups are flattened into the one that it writes to."""
+        """Return this view: all groups are flattened into its target."""
         return self
 
 
 def _checked_type(field_name: str, kind: Any) -> Any:
-    """Return the type of a flag of SGLang, whose numbers have no sign; -1 may mean all, none or automatic."""
+    """Return the type of an SGLang flag; its numbers must not be negative, except -1 (all, none or automatic)."""
     if kind is json.loads:
         return json_object
     if kind is str and field_name.endswith(_PATHS):
@@ -138,14 +138,14 @@ def _checked_type(field_name: str, kind: Any) -> Any:
 
 
 def _escape_percent(text: str | None) -> str | None:
-    """Return a help text for argparse, which formats with ``%``; SGLang's are plain sentences."""
+    """Escape ``%`` in a help text of SGLang for argparse."""
     if text is None or text == argparse.SUPPRESS:
         return text
     return text.replace("%%", "%").replace("%(default)s", "\0").replace("%", "%%").replace("\0", "%(default)s")
 
 
 def reasons() -> dict[str, str]:
-    """Return what there is in place of a flag of :data:`SLIME_DECIDES`."""
+    """Return, for each flag of :data:`SLIME_DECIDES`, what determines its value instead."""
     fields = SLIME_DECIDES | {name: SLIME_DECIDES[field] for name, field in _OTHER_NAMES.items()}
     return {f"--sglang-{name.replace('_', '-')}": instead for name, instead in fields.items()}
 
@@ -176,7 +176,7 @@ def add_sglang_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _allow_consistent_hashing(router: argparse._ArgumentGroup) -> None:
-    """Allow the policy, which the router knows though its own command line does not list it."""
+    """Allow this policy, which the router supports although its command line does not list it."""
     for action in router._group_actions:
         if action.dest == "router_policy" and action.choices is not None:
             action.choices = [*dict.fromkeys([*action.choices, "consistent_hashing"])]
@@ -216,10 +216,10 @@ def _add_old_spellings(group: argparse._ArgumentGroup) -> None:
 
 
 def validate_sglang_arguments(args: Namespace) -> None:
-    """Fill in what follows from the engines' flags, then refuse what cannot work.
+    """Derive values from the engines' flags, then check the flags.
 
     Raises:
-        ConfigError: a flag or a combination of flags.
+        ConfigError: a flag or a combination of flags is invalid.
     """
     check_sglang_arguments(args)
     vars(args).update(derived_sglang_arguments(args))
@@ -227,11 +227,11 @@ def validate_sglang_arguments(args: Namespace) -> None:
 
 
 def _check_layout(args: Namespace) -> None:
-    """Check the engines' layout, as it will be read when they start, and the names in its overrides."""
+    """Check the engines' layout, as it will be resolved when they start, and the names in its overrides."""
     if args.rollout_external:
         return
     layout = resolve_sglang_config(args)
-    # Groups may break a rule alike.
+    # Several groups may break a rule in the same way.
     problems = list(dict.fromkeys([*size_problems(layout), *quantized_problems(layout)]))
     if not args.debug_train_only:
         problems += precision_problems(layout, trainer_dtype(args))
@@ -254,7 +254,7 @@ def _check_layout(args: Namespace) -> None:
 
 
 def nuclei_problems(layout: SGLangConfig, top_p: float) -> Iterator[str]:
-    """Yield a message for each flag under which an engine of ours returns no nuclei, which ``top_p`` needs."""
+    """Yield a message for each setting with which our engines do not return the top-p nuclei that ``top_p`` needs."""
     model = next((model for model in layout.models if model.update_weights), layout.models[0])
     wanted = f"--rollout-top-p {top_p:g} needs the nuclei that the engines draw from"
     if model.has_prefill_decode:
@@ -277,7 +277,7 @@ RETURN_NUCLEI: dict[str, tuple[tuple[Any, ...], str]] = {
         (None, "flashinfer", "pytorch"), "only the samplers flashinfer and pytorch can be followed; use one of them"
     ),
 }  # fmt: skip
-"""Setting of an engine -> the values under which it returns nuclei, and why it does not under another."""
+"""Setting of an engine -> the values with which it returns nuclei, and why it does not with others."""
 
 
 def _check_folders(file: str, hf_checkpoint: str, layout: SGLangConfig) -> None:
@@ -294,7 +294,7 @@ def _check_folders(file: str, hf_checkpoint: str, layout: SGLangConfig) -> None:
 
 
 def read_config(folder: str | None) -> dict[str, Any]:
-    """Return config.json of a checkpoint; {} where there is none to read."""
+    """Return config.json of a checkpoint; {} if there is none."""
     has_one = (Path(folder or "") / "config.json").is_file()
     return language_config(read_model_config(folder or "")) if has_one else {}
 
@@ -370,7 +370,7 @@ RULES = FlagGroup(
 
 
 def quantized_problems(layout: SGLangConfig) -> Iterator[str]:
-    """Yield blocks of an FP8 checkpoint that the tensor-parallel ranks of an engine would cut through."""
+    """Yield a message for each FP8 block size that does not divide an engine's tensor-parallel shards."""
     for model in layout.models:
         config = read_config(model.model_path)
         for group in model.server_groups:
@@ -379,7 +379,7 @@ def quantized_problems(layout: SGLangConfig) -> Iterator[str]:
 
 
 def precision_problems(layout: SGLangConfig, of_trainer: str | None) -> Iterator[str]:
-    """Yield quantized checkpoints whose engines would compute in fp32, which SGLang refuses when it loads them."""
+    """Yield a message for each quantized checkpoint whose engines would compute in fp32, which SGLang rejects."""
     for model in layout.models:
         method = (read_config(model.model_path).get("quantization_config") or {}).get("quant_method")
         dtypes = {own_dtype(group.setting("dtype"), of_trainer) for group in model.server_groups}
@@ -391,7 +391,7 @@ def precision_problems(layout: SGLangConfig, of_trainer: str | None) -> Iterator
 
 
 def own_quantization_problems(layout: SGLangConfig) -> Iterator[str]:
-    """Yield what would have engines quantize weights by themselves that are pushed: no push finds a place for them."""
+    """Yield settings with which engines would quantize pushed weights themselves; pushes then find no parameters."""
     for model in layout.models:
         config = read_config(model.model_path) if model.update_weights else {}
         held = (config.get("quantization_config") or {}).get("quant_method")
@@ -408,11 +408,11 @@ def own_quantization_problems(layout: SGLangConfig) -> Iterator[str]:
 
 
 def repacking_problems(layout: SGLangConfig, *, gpu: int) -> Iterator[str]:
-    """Yield settings by which engines would repack DeepSeek-V4's published form after the load, for good: FP4 experts
-    and scales of one byte.
+    """Yield settings with which engines would irreversibly repack DeepSeek-V4's published form after loading: FP4
+    experts and one-byte scales.
 
     Args:
-        gpu: major compute capability of the engines' GPUs; 0 on a CPU, or where it is not known.
+        gpu: major compute capability of the engines' GPUs; 0 on a CPU or if unknown.
     """
     for model in layout.models:
         has_fp4 = _has_fp4(model.model_path) if model.update_weights else None
@@ -431,7 +431,7 @@ def repacking_problems(layout: SGLangConfig, *, gpu: int) -> Iterator[str]:
 
 
 def _has_fp4(folder: str) -> bool | None:
-    """Return True for a folder with weights in FP4, False for one with only scales of one byte, None for any other."""
+    """Return True for a folder with FP4 weights, False for one with only one-byte scales, None for any other."""
     quantization = read_config(folder).get("quantization_config") or {}
     if quantization.get("quant_method") != "fp8" or not any(Path(folder).glob("*.safetensors")):
         return None
@@ -453,14 +453,14 @@ _BACKENDS = {
 
 
 def _repackers(group: ServerGroupConfig, gpu: int, *, has_fp4: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield the field of each setting that has SGLang 0.5.15 repack something, what that is, and the value allowed."""
+    """Yield each setting that makes SGLang 0.5.15 repack something: its field, what is repacked, the allowed value."""
     runner, exchange, gemm = (group.setting(name) for name in _BACKENDS)
     tiles = runner in ("marlin", "flashinfer_mxfp4") or (runner == "auto" and gpu == WORKSTATION_BLACKWELL)
     if has_fp4 and tiles:
         yield "moe_runner_backend", "FP4 experts", "triton"
     if has_fp4 and exchange == "megamoe":
         yield "moe_a2a_backend", "FP4 experts", "none"
-    if gpu != BLACKWELL:  # elsewhere DeepGEMM reads the scales as they are
+    if gpu != BLACKWELL:  # on other GPUs DeepGEMM reads the scales as they are
         return
     if gemm in ("auto", "deep_gemm"):
         yield "fp8_gemm_runner_backend", "one-byte scales", "triton"
@@ -469,26 +469,26 @@ def _repackers(group: ServerGroupConfig, gpu: int, *, has_fp4: bool) -> Iterator
 
 
 def _gpu_generation() -> int:
-    """Return the major compute capability of this machine's GPUs, which are like the engines'; 0 without any."""
+    """Return the major compute capability of this machine's GPUs, assumed equal to the engines'; 0 without GPUs."""
     import torch
 
     return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
 
 
 def cut_blocks(path: str, group: ServerGroupConfig, config: dict[str, Any], *, is_of_file: bool) -> Iterator[str]:
-    """Yield the same for one group of engines; ``config``: config.json of the checkpoint ``path``."""
+    """Yield :func:`quantized_problems` of one group; ``config`` is config.json of the checkpoint ``path``."""
     block = (config.get("quantization_config") or {}).get("weight_block_size")
     names = ("pp_size", "ep_size", "moe_dense_tp_size")
     sizes = [group.setting(name) or 0 for name in names]
     if not block or any(not isinstance(size, int) or size < 0 for size in sizes):
-        return  # an override that is no size is refused by itself
+        return  # another check reports overrides that are not sizes
     pp_size, ep_size, dense_tp_size = sizes
     num_gpus = group.num_gpus_per_engine
     tp_size = max(1, num_gpus // (pp_size or 1))
     of_experts = (max(1, tp_size // (ep_size or 1)), " or a larger --sglang-ep-size")
     matrices = {"moe_intermediate_size": of_experts}
     if config.get("first_k_dense_replace") or not config.get("moe_intermediate_size"):
-        # Mixtral and what is named after it (MiniMax-M2) have only experts, and one size.
+        # Mixtral and families with its config keys (MiniMax-M2) have only experts, and one size.
         has_only_experts = config.get("num_local_experts") and not config.get("moe_intermediate_size")
         matrices = {
             "intermediate_size": of_experts if has_only_experts else (dense_tp_size or tp_size, ""),
@@ -511,7 +511,7 @@ def cut_blocks(path: str, group: ServerGroupConfig, config: dict[str, Any], *, i
 
 
 def override_problems(path: str, config: SGLangConfig, parser: Parser, fields: Collection[str]) -> Iterator[str]:
-    """Yield overrides that are no field of ServerArgs, and values that its command line would not take."""
+    """Yield a message for each override that is not a ServerArgs field, or has a value that its flag would reject."""
     for model in config.models:
         for group in model.server_groups:
             where = f"--sglang-config {path}: the override {{}} of the {group.worker_type} engines of {model.name}"
@@ -526,7 +526,7 @@ def override_problems(path: str, config: SGLangConfig, parser: Parser, fields: C
 
 
 def _value_problems(parser: Parser, action: argparse.Action, value: Any, where: str) -> Iterator[str]:
-    """Yield a message for a value that a flag would not take, or would take as something else."""
+    """Yield a message for a value that a flag would reject or convert to another value."""
     try:
         read = parser.value_from_file(action, value, where)
     except ConfigError as error:

@@ -1,12 +1,13 @@
-"""Start one of our own modules as a child process, feed it its settings, keep its log, and end it with its tree.
+"""Starts one of our modules as a child process, sends it its settings, keeps its log, and kills its process tree.
 
-A child cannot rely on its parent's clean-up: SIGKILL leaves no time for it.  So each process looks, once a second,
-whether its parent is still the one that started it.  (The kernel's own parent-death signal fires when the *thread*
-that forked ends, which kills servers that a short-lived thread started.)
+A child cannot rely on its parent to clean up, because SIGKILL leaves no time for it.  So each child checks once a
+second whether its parent is still the process that started it.  (The kernel's parent-death signal fires when the
+*thread* that forked ends, which would kill servers started by a short-lived thread.)
 
-Output goes to ``$TMPDIR/slime-UID/run-YYYYMMDD-HHMMSS-PID/engine_0_10.0.0.1_21000.XXXX.log``, which no other user
-reads.  A run is a rollout manager and what it starts, on every node.  The folders of the last ``KEEP_RUNS`` runs stay;
-older ones are removed when a run begins.  ``SLIME_LOG_DIR`` names another folder, in which nothing is ever removed.
+Output goes to ``$TMPDIR/slime-UID/run-YYYYMMDD-HHMMSS-PID/engine_0_10.0.0.1_21000.XXXX.log``, which other users cannot
+read.  A run is a rollout manager and the processes it starts, on every node.  The folders of the last ``KEEP_RUNS``
+runs are kept; older ones are removed when a run starts.  ``SLIME_LOG_DIR`` sets another folder, in which nothing is
+ever removed.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ from slime.utils.files import own_folder, user_folder
 logger = logging.getLogger(__name__)
 
 PLUGINS = "SLIME_ENGINE_PLUGINS"
-"""JSON: functions that an engine's processes call before they import SGLang, each an import path and its arguments."""
+"""JSON list of functions that an engine's processes call before importing SGLang: import paths and arguments."""
 REPOSITORY = Path(__file__).parents[3]
 LOG_TAIL_LINES = 60
 LOG_TAIL_BYTES = 2**18
-"""Read of a log, which a long run makes gigabytes long."""
+"""Bytes read from the end of a log, which may be gigabytes long."""
 OWNER_POLL_S = 1.0
 KEEP_RUNS = 20
 FIRST_ERROR = re.compile(r"^[\w.]*Error(: .*)?$", re.MULTILINE)
 """The last line of a Python traceback."""
 PORT_TAKEN = re.compile(r"(address|port) (is )?already in use|is not available in \d+ seconds", re.IGNORECASE)
-"""Said of a port by the kernel, and by SGLang (srt/utils/network.py)."""
+"""Errors about a port from the kernel and from SGLang (srt/utils/network.py)."""
 STILL_WRITING_S = 6 * 3600.0
-"""A run that wrote so recently may still go on, however many began after it."""
+"""A run that wrote this recently may still be running, even if newer runs exist."""
 
 
 class ChildProcess:
-    """A running child.  It dies with this process; its output goes to ``log_path``."""
+    """A running child process.  It dies with this process; its output goes to ``log_path``."""
 
     def __init__(
         self,
@@ -66,12 +67,12 @@ class ChildProcess:
         extra_environment: Mapping[str, str],
         without_variables: tuple[str, ...] = (),
     ) -> None:
-        """Start ``python -m module`` and give it ``settings`` as JSON on its standard input."""
+        """Start ``python -m module`` and send it ``settings`` as JSON on standard input."""
         self.name = name
         self.log_path = new_log_file(name)
         inherited = env.without_http_proxies()
         variables = {key: value for key, value in inherited.items() if key not in without_variables}
-        # Libraries keep compiled code and locks at names that other users could take before them.
+        # Libraries put compiled code and locks under predictable names that other users could occupy first.
         variables |= {"TMPDIR": str(user_folder())} | dict(extra_environment)
         paths = [str(REPOSITORY), *variables.get("PYTHONPATH", "").split(os.pathsep)]
         variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in paths if p))
@@ -83,7 +84,7 @@ class ChildProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=variables,
-                # A Ctrl-C on the terminal reaches the owner only, which ends its children in order.
+                # Ctrl-C on the terminal reaches only the owner, which ends its children in order.
                 start_new_session=True,
             )
         logger.info("%s: process %d, log %s", name, self._popen.pid, self.log_path)
@@ -96,21 +97,21 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the child, the root of its tree."""
+        """Process id of the child, the root of its process tree."""
         return self._popen.pid
 
     def is_alive(self) -> bool:
         return self._popen.poll() is None
 
     def describe_end(self) -> str | None:
-        """Return how the child ended, with the end of its log; None while it runs."""
+        """Return how the child ended, with the tail of its log; None while it runs."""
         code = self._popen.poll()
         if code is None:
             return None
         return f"{self.name} {_how_ended(code)}\n{self.log_tail()}"
 
     def log_tail(self) -> str:
-        """Return the last lines of the child's output, headed by the path of the whole, and the first error in it."""
+        """Return the log's path, the last lines of the child's output, and the first error in it."""
         try:
             text = self._read_log()
         except OSError as error:
@@ -120,18 +121,18 @@ class ChildProcess:
         return end if first is None else f"{end}\n--- first error in it ---\n{first[0]}"
 
     def listens_at(self, port: int) -> bool:
-        """Return True when the child, or a process that it started, listens at a port of this host."""
+        """Return True if the child or one of its descendants listens on a port of this host."""
         try:
             sockets = [each for process in _family(self.pid) for each in process.net_connections("tcp")]
-        except psutil.NoSuchProcess:  # one has just ended
+        except psutil.NoSuchProcess:  # a process has just ended
             return False
         return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets)
 
     def lost_port(self) -> bool:
-        """Return True when the end of the log says that another process has a port of the child's."""
+        """Return True if the tail of the log says that another process has one of the child's ports."""
         try:
             return PORT_TAKEN.search(self._read_log()) is not None
-        except OSError:  # ``log_tail`` says so
+        except OSError:  # ``log_tail`` reports it
             return False
 
     def _read_log(self) -> str:
@@ -140,10 +141,10 @@ class ChildProcess:
             return log.read(LOG_TAIL_BYTES).decode(errors="replace")
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Kill the child and everything it started.
+        """Kill the child and all its descendants.
 
         Raises:
-            DeadlineError: some process of the tree is still there after ``timeout_s`` seconds.
+            DeadlineError: a process of the tree still exists after ``timeout_s`` seconds.
         """
         left = kill_tree(self.pid, timeout_s)
         if left:
@@ -152,12 +153,12 @@ class ChildProcess:
 
 
 def read_settings() -> dict[str, Any]:
-    """Read, in the child, the settings that the owner wrote."""
+    """Read the settings from the owner.  Called in the child."""
     return json.load(sys.stdin)
 
 
 def owner_pid() -> int:
-    """Return, in the child, the process that started it."""
+    """Return the id of the process that started this one.  Called in the child."""
     return int(sys.argv[1])
 
 
@@ -165,10 +166,11 @@ def owner_pid() -> int:
 
 
 def end_with_family(owner_pid: int, poll_s: float = OWNER_POLL_S) -> threading.Thread:
-    """Kill this process and its descendants as soon as ``owner_pid`` is no longer its parent, or a child has failed.
+    """Kill this process and its descendants once ``owner_pid`` is no longer its parent, or a child has failed.
 
-    A child is one of ``multiprocessing``, started after this call.  Its parent may wait for it, or for its siblings,
-    without end; so it ends too, and its own parent after it, up to the child of the owner, who reads how it ended.
+    Children are ``multiprocessing`` processes started after this call.  A parent may wait forever for a failed child
+    or its siblings, so it is killed too, then its own parent, up to the owner's child, whose exit status the owner
+    reads.
     """
     children = _note_children()
 
@@ -189,9 +191,9 @@ def end_with_family(owner_pid: int, poll_s: float = OWNER_POLL_S) -> threading.T
 
 
 def _note_children() -> list[BaseProcess]:
-    """Return a list that gets every process that ``multiprocessing`` starts here; its own leaves out the dead."""
+    """Return a list to which every process that ``multiprocessing`` starts is added; its own list omits dead ones."""
     children: list[BaseProcess] = []
-    start = getattr(BaseProcess.start, "__wrapped__", BaseProcess.start)  # of the process that forked this one
+    start = getattr(BaseProcess.start, "__wrapped__", BaseProcess.start)  # a forked process inherits a wrapped one
 
     @wraps(start)
     def noted(process: BaseProcess) -> None:
@@ -204,13 +206,13 @@ def _note_children() -> list[BaseProcess]:
 
 @contextmanager
 def ending_family() -> Iterator[None]:
-    """End this process and its descendants when the block raises, after the error is printed.
+    """If the block raises, print the error and end this process and its descendants.
 
-    Python would wait for the process's children first, which may wait for requests without end.
+    Python would first wait for the process's children, which may wait for requests forever.
     """
     try:
         yield
-    except Exception:  # the edge of the process
+    except Exception:  # top level of the process
         traceback.print_exc()
         for process in _family(os.getpid())[1:]:
             _kill(process)
@@ -225,10 +227,10 @@ def _how_ended(code: int) -> str:
 def kill_tree(pid: int, timeout_s: float = 10.0) -> list[int]:
     """Kill ``pid`` and all its descendants (SIGKILL) and wait until they are gone.
 
-    When ``pid`` is this process, it dies last and the call does not return.
+    If ``pid`` is this process, it is killed last and the call does not return.
 
     Returns:
-        The processes that still existed after ``timeout_s`` seconds.
+        Ids of the processes that still exist after ``timeout_s`` seconds.
     """
     family = _family(pid)
     if not family:
@@ -246,7 +248,7 @@ def kill_tree(pid: int, timeout_s: float = 10.0) -> list[int]:
 
 
 def _family(pid: int) -> list[psutil.Process]:
-    """Return a process and its descendants; empty when it is gone."""
+    """Return a process and its descendants; empty if it is gone."""
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]
@@ -255,7 +257,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Return False for a zombie too: its exit status is for its parent to read, and reading it here would lose it."""
+    """Return True for a running process; False for a zombie, whose exit status is left for its parent to read."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -274,12 +276,12 @@ def _kill(process: psutil.Process) -> None:
 
 @cache
 def run_name() -> str:
-    """Return the folder of this run: inherited from the process that began it, or of this process's own making."""
+    """Return the name of this run's folder: inherited from the process that started the run, or else a new one."""
     return env.log_run() or f"run-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def new_log_file(name: str) -> Path:
-    """Make an empty file for the output of ``name``."""
+    """Create an empty file for the output of ``name``."""
     folder = log_folder()
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
     handle, path = tempfile.mkstemp(prefix=f"{safe}.", suffix=".log", dir=folder)
@@ -288,7 +290,7 @@ def new_log_file(name: str) -> Path:
 
 
 def log_folder() -> Path:
-    """Return the folder of this run's logs, made if it is not there; making it removes those of runs long past."""
+    """Return the folder of this run's logs.  If it does not exist, create it and remove the folders of old runs."""
     chosen = env.log_dir()
     if chosen is not None:
         try:
@@ -312,7 +314,7 @@ def remove_old_runs(base: Path, *, keep: int = KEEP_RUNS) -> None:
     runs = sorted((path for path in base.glob("run-*") if path.is_dir()), key=_last_write_s, reverse=True)
     for run in runs[keep:]:
         if time.time() - _last_write_s(run) >= STILL_WRITING_S:
-            shutil.rmtree(run, ignore_errors=True)  # another run, starting now, may do the same
+            shutil.rmtree(run, ignore_errors=True)  # another run that is starting may do the same
 
 
 def _last_write_s(folder: Path) -> float:

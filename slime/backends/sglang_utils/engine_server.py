@@ -1,4 +1,4 @@
-"""The server of an engine as its actor asks it: health, generation, memory, profiles, and weights."""
+"""The client of an engine's server: health, generation, memory, profiles, and weights."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 class EngineServer(WeightVerbs):
-    """A server that is reached over HTTP, wherever it came from."""
+    """An engine's server, reached over HTTP, whoever started it."""
 
     def __init__(self, args: Namespace, rank: int, worker_type: str, node_rank: int) -> None:
         self.args, self.rank, self.worker_type = args, rank, worker_type
         self.node_rank = node_rank
-        """Number of this node among the engine's; 0 serves HTTP."""
+        """Index of this node among the engine's nodes; node 0 serves HTTP."""
         self.server: ServerControl | None = None
         self.tp_size = 1
         self._released: set[str] = set()
 
     def get_url(self) -> str | None:
-        """Return ``http://host:port`` of the server; None on a node that serves no HTTP."""
+        """Return ``http://host:port`` of the server; None on a node that does not serve HTTP."""
         return self.server.url if self.server is not None and self.node_rank == 0 else None
 
     def describe_exit(self) -> str | None:
@@ -37,7 +37,7 @@ class EngineServer(WeightVerbs):
         """Return True once the engine has generated a token.
 
         Raises:
-            EngineError: it does not, within ``timeout`` seconds.
+            EngineError: it did not within ``timeout`` seconds.
         """
         self._request("GET", "/health_generate", timeout_s=timeout)
         return True
@@ -46,7 +46,7 @@ class EngineServer(WeightVerbs):
         """Check that the engine generates and, for a regular engine, that its answer is well-formed.
 
         Raises:
-            EngineError: it gives no sign of life within ``timeout_s`` seconds, or a malformed answer.
+            EngineError: it does not respond within ``timeout_s`` seconds, or its answer is malformed.
         """
         deadline_s = time.monotonic() + timeout_s
         self.health_generate(timeout_s)
@@ -54,31 +54,31 @@ class EngineServer(WeightVerbs):
             probe_answer(self._server(), timeout_s=max(1.0, deadline_s - time.monotonic()))
 
     def pause_generation(self) -> None:
-        """Abort running requests (their partial output is returned) and hold new ones until told to continue."""
+        """Abort running requests, which return partial output, and hold new ones until :meth:`continue_generation`."""
         self._request("POST", "/pause_generation", {})
 
     def continue_generation(self) -> None:
-        """Serve again, with the requests that came in while paused.
+        """Resume serving, including the requests that arrived during the pause.
 
         Raises:
-            WeightSyncError: the engine holds a push that was begun and not committed.
+            WeightSyncError: the engine has an unfinished push.
         """
         self.refuse_unfinished_push()
         self._request("POST", "/continue_generation", {})
 
     def abort_all(self) -> None:
-        """Abort running and waiting requests; new ones are served."""
+        """Abort running and waiting requests; the engine continues to accept new ones."""
         self._request("POST", "/abort_request", {"abort_all": True})
 
     def flush_cache(self) -> None:
-        """Drop the prefix cache; waits up to a minute for requests in flight to end."""
+        """Flush the prefix cache; waits up to a minute for requests in flight to finish."""
         if self.node_rank == 0:
             flush_cache(self._server())
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Give away the memory of ``tags`` (default: all).  What is released already stays so.
+        """Release the memory of ``tags`` (default: all), except memory that is released already.
 
-        The engine must be idle: SGLang's scheduler ends itself when asked to release in the middle of a request.
+        The engine must be idle: SGLang's scheduler exits if it has to release memory during a request.
         """
         self.flush_cache()
         wanted = [tag for tag in tags or MEMORY_TAGS if tag not in self._released]
@@ -87,14 +87,14 @@ class EngineServer(WeightVerbs):
             self._released.update(wanted)
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Take back the memory of ``tags`` (default: all); only what was released is asked for."""
+        """Resume the memory of ``tags`` (default: all), limited to tags that were released."""
         wanted = [tag for tag in tags or MEMORY_TAGS if tag in self._released]
         if wanted:
             self._request("POST", "/resume_memory_occupation", {"tags": wanted})
             self._released.difference_update(wanted)
 
     def start_profile(self, **options: Any) -> None:
-        """Start SGLang's profiler; ``options`` are those of its ``/start_profile``."""
+        """Start SGLang's profiler; ``options`` are the fields of its ``/start_profile``."""
         self._request("POST", "/start_profile", options)
 
     def stop_profile(self) -> None:
@@ -106,7 +106,7 @@ class EngineServer(WeightVerbs):
         return self.server
 
     def _request(self, method: str, path: str, payload: Any = None, *, timeout_s: float | None = None) -> Any:
-        """Send a request and return the server's answer; None on nodes that serve no HTTP."""
+        """Send a request and return the server's answer; None on nodes that do not serve HTTP."""
         if self.node_rank != 0:
             return None
         try:

@@ -1,10 +1,10 @@
-"""Register functions as hooks in SGLang's processes, through SGLang's own plugin registry; no file of it is changed.
+"""Registers functions as hooks in SGLang's processes through SGLang's plugin registry, without changing its files.
 
-The processes of engines that slime starts call the ``register`` of each plug-in; in an engine of somebody else SGLang
-finds the same functions by the entry points of the installed package.
+Processes of engines that slime starts call the ``register`` of each plug-in; in external engines SGLang finds the same
+functions through the entry points of the installed package.
 
-Model families have theirs in a file ``sglang_hooks.py`` in their folders, as a tuple ``HOOKS``.  Being there registers
-them in every process of every engine; SGLang's classes are imported inside of the functions.
+A model family lists its hooks in a tuple ``HOOKS`` in ``sglang_hooks.py`` in its folder.  They are registered in every
+process of every engine, and import SGLang's classes inside the functions.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from slime.weights.family_files import family_files
 logger = logging.getLogger(__name__)
 
 Hook = tuple[str, Callable[..., Any], str]
-"""Import path of a function of SGLang, the function to call, and when: ``before``, ``after``, ``around`` it, or
-``replace``.
+"""Import path of an SGLang function, the function to call, and when: ``before``, ``after``, ``around`` or ``replace``.
 """
 
 _registered: set[Hook] = set()
-"""By this process."""
+"""Hooks that this process has registered."""
 
 
 def register_hooks(hooks: Iterable[Hook], *, only_version: str | None = None) -> None:
     """Register hooks; SGLang applies them when it starts its scheduler and its server.
 
-    Those that this process has registered are left out, so a plug-in may be called by slime and by SGLang.
+    Hooks that this process has already registered are skipped, so both slime and SGLang may call a plug-in.
 
     Args:
-        hooks: what to register.
-        only_version: the version of SGLang that they need; in any other one none is registered.
+        hooks: the hooks to register.
+        only_version: the version of SGLang that they need; with another version none is registered.
     """
     if not _has_plugins():
         return

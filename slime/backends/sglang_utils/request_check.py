@@ -1,8 +1,8 @@
-"""What an engine refuses before its scheduler sees it.
+"""Checks of requests that run before an engine's scheduler gets them.
 
-SGLang 0.5.15 checks little of a request before it goes to the scheduler, whose process ends on what it cannot use:
-a token beyond the vocabulary, a number of another type, an adapter nobody loaded.  The engine ends with it.  Whatever
-door a request takes, it passes :func:`check_request` as the client wrote it, and each of its sequences passes
+SGLang 0.5.15 checks little of a request before it reaches the scheduler, whose process crashes on invalid input: a
+token outside of the vocabulary, a number of another type, an adapter that was not loaded.  The engine ends with it.
+Whatever its endpoint, a request passes :func:`check_request` as the client wrote it, and each of its sequences passes
 :func:`check_sequence` as the scheduler would get it.  The server answers 400 with the text of the ValueError.
 """
 
@@ -21,15 +21,15 @@ from urllib.parse import unquote, urlparse
 import numpy
 
 MAX_SEQUENCES = 4096
-"""Of one request: its prompts times ``n``."""
+"""Sequences of one request: its prompts times ``n``."""
 MAX_N = 128
 MAX_TEXT_CHARS = 4_000_000
-"""About a million tokens.  The server answers nobody while its tokenizer works."""
+"""About a million tokens.  The server answers no requests while its tokenizer runs."""
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024
 MAX_IDS = 4096
-"""Of ``stop_token_ids``, ``logit_bias`` and ``token_ids_logprob``: the scheduler goes through them in Python."""
+"""Entries of ``stop_token_ids``, ``logit_bias`` and ``token_ids_logprob``: the scheduler loops over them in Python."""
 MAX_LOG_PROBS = 1 << 26
-"""Log-probs of one sequence, each of which is an object in four processes."""
+"""Log-probs of one sequence; each is a Python object in four processes."""
 MAX_BIAS = 1e9
 MIN_REPETITION_PENALTY = 0.01
 """Logits are divided by it, and must stay finite."""
@@ -37,14 +37,14 @@ MAX_GRAMMAR_CHARS, MAX_GRAMMAR_DEPTH, MAX_REPEATS = 32_768, 64, 4096
 MAX_RID_CHARS = 256
 MAX_PATH_CHARS = 4096
 HEALTH_CHECK = "HEALTH_CHECK"
-"""The scheduler, when it is busy, gives no answer to a request whose id begins so."""
+"""A busy scheduler does not answer requests whose id starts with this."""
 INT32, INT64 = 1 << 31, 1 << 63
 UNREADABLE = (TypeError, AttributeError, LookupError, OverflowError, AssertionError)
-"""What SGLang raises about a request before it sends it on, beside the ValueErrors that it means."""
+"""Errors that SGLang raises by accident for a malformed request, in addition to its deliberate ValueErrors."""
 LOADING = "An exception occurred while loading"
-"""A RuntimeError of SGLang with these words is about an image, sound or video that a client gave."""
+"""A RuntimeError of SGLang with these words is about a client's image, sound or video."""
 
-# The server sets some of these itself, later; from a client the scheduler or another process would follow them.
+# The server sets some of these later itself; the scheduler or another process would follow a client's values.
 _NOT_FROM_CLIENTS = (
     "lora_id", "http_worker_ipc", "encoder_urls", "need_wait_for_mm_inputs", "num_items_assigned", "mm_data_mooncake",
     "input_embeds", "embed_overrides", "positional_embed_overrides", "session_params", "return_bytes",
@@ -52,7 +52,7 @@ _NOT_FROM_CLIENTS = (
 _SET_BY_SGLANG = ("is_normalized", "stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len")
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _OPAQUE = ("mm_inputs", "mm_data_mooncake", "time_stats")
-"""Fields of a sequence that the server makes, and pickles."""
+"""Fields of a sequence that the server creates and pickles."""
 _PER_SEQUENCE = ("return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path", "custom_logit_processor",
                  "return_hidden_states", "bootstrap_host", "bootstrap_port", "bootstrap_room", "video_data",
                  "audio_data", "sampling_params")  # fmt: skip
@@ -61,14 +61,15 @@ _SIZES = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "ma
 
 
 def check_request(obj: Any, *, labels: frozenset[str] = frozenset(), scores_items: bool = False) -> None:
-    """Refuse a request that the server could not take apart, or that is too large for it.
+    """Reject a request that the server could not split into sequences, or that is too large for it.
 
     Args:
-        obj: SGLang's GenerateReqInput or EmbeddingReqInput, before SGLang looks at it.
-        labels: names of labels of metrics that a client may give.
+        obj: SGLang's GenerateReqInput or EmbeddingReqInput, before SGLang processes it.
+        labels: metric labels that a client may set.
+        scores_items: the server runs with ``--enable-mis``, so ``multi_item_delimiter_indices`` is allowed.
 
     Raises:
-        ValueError: with the field, its value and what is allowed.
+        ValueError: names the field, its value and what is allowed.
     """
     for name in _NOT_FROM_CLIENTS:
         if getattr(obj, name, None) is not None and getattr(obj, name) is not False:
@@ -98,7 +99,11 @@ def check_request(obj: Any, *, labels: frozenset[str] = frozenset(), scores_item
 
 
 def _number_of_prompts(obj: Any) -> int:
-    """Return how many prompts a request has, 0 when it is one outside of a list.  ValueError when it is nothing."""
+    """Return the number of prompts of a request; 0 for a single prompt that is not in a list.
+
+    Raises:
+        ValueError: there is no valid prompt.
+    """
     given = [name for name in ("text", "input_ids") if getattr(obj, name) is not None]
     if len(given) != 1 and (given or obj.image_data is None):
         raise ValueError(f"The request has {' and '.join(given) or 'neither text nor input_ids'}; give one of them.")
@@ -123,10 +128,10 @@ def _number_of_prompts(obj: Any) -> int:
 
 
 def check_text(text: Any) -> None:
-    """Refuse a text, or a list of texts, that takes a tokenizer minutes, or is no text.
+    """Reject a text, or a list of texts, that would occupy the tokenizer for minutes or is not valid Unicode.
 
     Raises:
-        ValueError: it is longer than ``MAX_TEXT_CHARS``, or half a surrogate pair is in it.
+        ValueError: it is longer than ``MAX_TEXT_CHARS``, or contains half of a surrogate pair.
     """
     texts = [text] if isinstance(text, str) else text if isinstance(text, list | tuple) else []
     chars = 0
@@ -139,7 +144,7 @@ def check_text(text: Any) -> None:
 
 
 def _all_params(obj: Any, prompts: int) -> list[Mapping[str, Any]]:
-    """Return the sampling parameters of a request: one for all, or one for each prompt."""
+    """Return the sampling parameters of a request: one object for all prompts, or one per prompt."""
     params = obj.sampling_params
     if params is None or isinstance(params, dict):
         return [params or {}]
@@ -153,7 +158,7 @@ def _all_params(obj: Any, prompts: int) -> list[Mapping[str, Any]]:
 
 
 def _check_params(params: Mapping[str, Any]) -> None:
-    """Refuse sampling parameters that the server must not even read; :func:`check_sequence` sees the others."""
+    """Reject sampling parameters that the server must not even read; :func:`check_sequence` checks the others."""
     for name in _SET_BY_SGLANG:
         if name in params:
             raise ValueError(f"sampling_params has {name}, which SGLang sets itself. Leave it out.")
@@ -180,7 +185,7 @@ def _check_params(params: Mapping[str, Any]) -> None:
 
 
 def _check_grammar(name: str, grammar: Any) -> None:
-    """Refuse a grammar whose compiler could take all memory, or all of its stack."""
+    """Reject a grammar whose compilation could exhaust memory or the stack."""
     if not isinstance(grammar, str) or len(grammar) > MAX_GRAMMAR_CHARS:
         raise ValueError(f"{name} must be a text of at most {MAX_GRAMMAR_CHARS} characters.")
     depth = deepest = 0
@@ -204,7 +209,7 @@ def _parsed(name: str, grammar: str) -> Any:
 
 
 def _sizes(schema: Any) -> list[int]:
-    """Return the numbers of items and characters that a JSON schema names."""
+    """Return the numbers of items and characters in a JSON schema."""
     found, waiting = [1], [schema]
     while waiting:
         one = waiting.pop()
@@ -225,9 +230,10 @@ def _check_rid(rid: Any) -> None:
 
 
 def _check_media(obj: Any) -> None:
-    """Refuse what a processor or a tower has made of an image, sound or video, and files that never end.
+    """Reject precomputed features of an image, sound or video, and paths that are not regular files.
 
-    SGLang takes features from programs in its own process.  On the lists that JSON makes of them, it fails.
+    SGLang accepts features only from code in its own process; it fails on the lists that JSON turns them into.
+    Reading a device or a pipe may never end.
     """
     items = [getattr(obj, f"{kind}_data", None) for kind in ("image", "video", "audio")]
     while items:
@@ -243,19 +249,19 @@ def _check_media(obj: Any) -> None:
         place = item.get("url") if isinstance(item, dict) else getattr(item, "url", item)
         if isinstance(place, str) and place[:8].startswith(("/", "file://")) and len(place) < MAX_PATH_CHARS:
             path = unquote(urlparse(place).path) if place.startswith("file://") else place
-            # Base64 may begin with a slash, too: only what is there and no file is refused.
+            # Base64 may start with a slash too, so only existing paths that are not files are rejected.
             if os.path.exists(path) and not os.path.isfile(path):
                 raise ValueError(f"{place} is no file, and cannot be read as an image, a sound or a video.")
 
 
 def check_sequence(sequence: Any, vocab_size: int) -> None:
-    """Refuse one sequence of a request as the scheduler would get it.
+    """Check one sequence of a request, in the form in which the scheduler would get it.
 
     Args:
         sequence: SGLang's TokenizedGenerateReqInput or TokenizedEmbeddingReqInput.
 
     Raises:
-        ValueError: with the field, its value and what is allowed.
+        ValueError: names the field, its value and what is allowed.
     """
     from sglang.srt.managers import io_struct
 
@@ -263,7 +269,7 @@ def check_sequence(sequence: Any, vocab_size: int) -> None:
     for name in _OPAQUE:
         if hasattr(plain, name):
             setattr(plain, name, None)
-    try:  # as the scheduler reads it: this compares the type of every field
+    try:  # decodes like the scheduler, which checks the type of every field
         io_struct.msgpack_decode(io_struct.msgpack_encode(plain))
     except Exception as error:
         raise ValueError(f"A field of the request has another type than SGLang has there: {error}.") from None
@@ -292,7 +298,7 @@ def check_sequence(sequence: Any, vocab_size: int) -> None:
 
 
 def _check_sampling(params: Any, vocab_size: int) -> None:
-    """Refuse sampling parameters of which the sampler would make what is no number, or an index beyond its tensors."""
+    """Reject sampling parameters that would give the sampler NaN, infinity, or an index out of range."""
     for name in ("top_k", "max_new_tokens", "min_new_tokens"):
         value = getattr(params, name)
         if value is not None and value >= INT32:
@@ -318,11 +324,11 @@ def _refuse_ids(name: str, ids: Any, vocab_size: int) -> None:
 
 
 def give_own_ids(obj: Any) -> str:
-    """Append to the ids that a client chose what makes them unique; return it, or "" where SGLang chooses.
+    """Append a unique suffix to the ids that a client chose; return the suffix, or "" if SGLang chooses the ids.
 
-    Two sequences of one id in the scheduler end the detokenizer: a client that hangs up and asks again gets there,
-    for the server has forgotten the first request by then.  And when a client hangs up, SGLang aborts every request
-    whose id begins with that client's.
+    Two sequences with the same id in the scheduler crash the detokenizer.  A client that disconnects and retries
+    causes this, because the server has then forgotten the first request.  And when a client disconnects, SGLang aborts
+    every request whose id starts with that client's.
     """
     if obj.rid is None:
         return ""

@@ -1,8 +1,8 @@
 """The router's process: ``python -m slime.backends.sglang_utils.router_main OWNER_PID`` with RouterArgs on stdin.
 
-The router is a Rust program with a Python binding.  Its own launcher is not used: it imports all of SGLang for a
-debugging mode, which takes ten seconds.  While it runs no Python thread does, so another process, the
-parent of the one that routes, watches the owner.
+The router is a Rust program with a Python binding.  Its launcher is not used, because it imports all of SGLang for a
+debugging mode, which takes ten seconds.  While the router runs, no Python thread of its process can run, so its parent
+process watches the owner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POLL_S = 0.5
 
 
 def route() -> None:
-    """Route until killed; ends with its parent, whose only thread lives as long as it does."""
+    """Route until killed.  The process dies with its parent, whose only thread lives as long as the parent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     settings = read_settings()
     from sglang_router.router import Router
@@ -30,7 +30,7 @@ def route() -> None:
 
 
 def watch(owner: int, router: int) -> int:
-    """Wait for the end of the router or of the owner; the router's exit status."""
+    """Wait until the router or the owner ends; return the router's exit status."""
     while os.getppid() == owner:
         ended, status = os.waitpid(router, os.WNOHANG)
         if ended:

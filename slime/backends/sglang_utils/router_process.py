@@ -1,4 +1,4 @@
-"""The router in front of a model's engines: started here, or adopted when the user runs one."""
+"""The router in front of a model's engines: started here, or adopted if the user runs one."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class RouterHandle:
-    """A router's address, and its process when it is ours."""
+    """A router's address, and its process if slime started it."""
 
     host: str
-    """As in a URL: IPv6 in brackets."""
+    """As in a URL, with IPv6 in brackets."""
     port: int
     process: ChildProcess | None = None
     metrics_port: int | None = None
-    """Port of its Prometheus page, when the router is ours."""
+    """Port of its Prometheus page, if slime started the router."""
     secret: str | None = None
-    """Key that it wants of its clients: the job's."""
+    """Key that it requires from clients: the job's secret."""
 
     @property
     def metrics_url(self) -> str | None:
@@ -50,16 +50,16 @@ class RouterHandle:
         return http_url(self.host, self.port)
 
     def is_alive(self) -> bool:
-        """Return True while the router runs; one that the user runs is asked over HTTP."""
+        """Return True while the router runs; a user's router is checked over HTTP."""
         if self.process is not None:
             return self.process.is_alive()
         return self.control.answers("/health")
 
     def problem(self, timeout_s: float | None) -> str | None:
-        """Return what keeps the router from its work, as the end of a sentence; None for nothing.
+        """Return the router's problem, as the end of a sentence; None if there is none.
 
         Args:
-            timeout_s: seconds to wait for an answer, which also finds a router that hangs; None: no request is sent.
+            timeout_s: send a request, to detect a hanging router, and wait this many seconds; None sends no request.
         """
         if self.process is not None and not self.process.is_alive():
             return "has ended"
@@ -68,7 +68,7 @@ class RouterHandle:
         return None
 
     def stop(self) -> None:
-        """End the router, unless the user runs it."""
+        """Stop the router, unless the user runs it."""
         if self.process is not None:
             self.process.stop()
 
@@ -100,7 +100,7 @@ def start_router(
     """Start sglang_router and wait until it answers; it dies with this process.
 
     Raises:
-        ProcessError: it ended or did not answer within ``timeout_s`` seconds; with the end of its log.
+        ProcessError: it ended or did not answer within ``timeout_s`` seconds; includes the tail of its log.
     """
     settings = build_router_args(
         args,
@@ -130,14 +130,14 @@ def build_router_args(
     pd_disaggregation: bool,
     secret: str | None = None,
 ) -> dict[str, Any]:
-    """Build the fields of RouterArgs: the ``--router-*`` flags, and the values that slime sets itself.
+    """Build the fields of RouterArgs from the ``--router-*`` flags and the values that slime sets itself.
 
-    With a secret the list of workers and the cache belong to the job alone, and so does generation where the router
-    listens beyond loopback.  Its metrics have no key: they are served on loopback.
+    With a secret, only the job may change the list of workers and the cache, and, if the router listens beyond
+    loopback, generate.  Metrics need no key, because they are served on loopback.
     """
     from sglang_router.router_args import RouterArgs
 
-    # Only the prefixed names: the router would also take host, port and others from attributes without a prefix.
+    # Only prefixed names: the router would also read host, port and others from attributes without the prefix.
     flags = Namespace(**{k.removeprefix("router_"): v for k, v in vars(args).items() if k.startswith("router_")})
     settings = dataclasses.asdict(RouterArgs.from_cli_args(flags, use_router_prefix=False))
     settings |= {
@@ -146,12 +146,12 @@ def build_router_args(
         "prometheus_port": prometheus_port,
         "prometheus_host": settings["prometheus_host"] or loopback_address(),
         "request_timeout_secs": args.sglang_router_request_timeout_secs,
-        # A rollout saturates its engines on purpose; a router that takes slowness for sickness would stop sending.
+        # A rollout saturates its engines on purpose; the circuit breaker would mistake slow engines for failed ones.
         "disable_circuit_breaker": True,
-        # And a probe that generates a token kills an engine whose memory is released.
+        # A health check that generates a token crashes an engine whose memory is released.
         "disable_health_check": True,
     }
-    # Without any, the router lets every page in a browser ask it, and read the answers.
+    # Without allowed origins, any web page in a browser could send requests to the router and read the answers.
     settings["cors_allowed_origins"] = settings["cors_allowed_origins"] or [http_url(host, port)]
     if secret is not None:
         settings["control_plane_api_keys"] = [*settings["control_plane_api_keys"], ("slime", "slime", secret, "admin")]
@@ -170,7 +170,7 @@ def register_worker(
     worker_key: str | None = None,
     timeout_s: float = REGISTER_TIMEOUT_S,
 ) -> None:
-    """Tell the router of an engine, and of the key that the engine wants; wait until it lists it.
+    """Add an engine, and the key that it requires, to the router's list; wait until the router lists it.
 
     Raises:
         DeadlineError: the router does not list the engine after ``timeout_s`` seconds.
@@ -189,12 +189,12 @@ def register_worker(
 
 
 def unregister_worker(router: ServerControl, worker_url: str) -> None:
-    """Take an engine off the router's list, and wait until it is: the router removes it after its answer.
+    """Remove an engine from the router's list, and wait until it is gone: the router answers before it has removed it.
 
-    Nothing happens when the router does not know it.
+    Does nothing if the router does not know the engine.
 
     Raises:
-        DeadlineError: it is still listed after ``UNREGISTER_TIMEOUT_S``.
+        DeadlineError: it is still listed after ``UNREGISTER_TIMEOUT_S`` seconds.
     """
     worker = find_worker(router, worker_url, timeout_s=UNREGISTER_TIMEOUT_S)
     if worker is None:
@@ -202,7 +202,7 @@ def unregister_worker(router: ServerControl, worker_url: str) -> None:
     try:
         router.delete(f"/workers/{worker['id']}", timeout_s=UNREGISTER_TIMEOUT_S)
     except Refused as refused:
-        if refused.status != HTTPStatus.NOT_FOUND:  # an earlier removal is under way
+        if refused.status != HTTPStatus.NOT_FOUND:  # an earlier removal is in progress
             raise
     deadline = time.monotonic() + UNREGISTER_TIMEOUT_S
     while find_worker(router, worker_url, timeout_s=UNREGISTER_TIMEOUT_S) is not None:
@@ -214,10 +214,10 @@ def unregister_worker(router: ServerControl, worker_url: str) -> None:
 def find_worker(
     router: ServerControl, worker_url: str, *, timeout_s: float = REGISTER_TIMEOUT_S
 ) -> dict[str, Any] | None:
-    """Return the router's entry of an engine.
+    """Return the router's entry of an engine; None if it is not listed.
 
     Raises:
-        EngineError: it does not answer, or not with a list of engines.
+        EngineError: the router does not answer, or its answer is not a list of engines.
     """
     answer = router.get("/workers", timeout_s=timeout_s)
     workers = answer.get("workers") if isinstance(answer, dict) else None

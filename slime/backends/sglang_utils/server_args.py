@@ -1,6 +1,6 @@
-"""From slime's arguments to the keyword arguments of SGLang's ServerArgs.  Pure: nothing is started or imported.
+"""Builds the keyword arguments of SGLang's ServerArgs from slime's arguments.  Pure: nothing is started or imported.
 
-Precedence, lowest first: SGLang's defaults, ``--sglang-*`` flags, what slime decides, the group's overrides.
+Precedence, lowest first: SGLang's defaults, ``--sglang-*`` flags, values that slime sets, the group's overrides.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from slime.utils.files import read_model_config
 logger = logging.getLogger(__name__)
 
 CPU_MEM_FRACTION = 0.5
-"""SGLang refuses to start when weights, and what other processes took meanwhile (a trainer that loads), exceed it."""
+"""SGLang does not start if its weights, plus memory that other processes allocate meanwhile (a loading trainer),
+exceed this fraction."""
 CPU_MAX_TOTAL_TOKENS = 65536
-"""Flags that limit the cache."""
+"""Default limit of the KV cache on a CPU, in tokens."""
 NOT_FIELDS = frozenset(
     {
         "sglang_admin_api_key",
@@ -40,29 +41,29 @@ NOT_FIELDS = frozenset(
         "sglang_server_concurrency",
     }
 )
-"""Attributes of args that begin like an engine's flag and do not reach it; ``server_guard`` looks after its keys."""
+"""Attributes of args that are named like an engine's flags but are not passed to it; ``server_guard`` handles keys."""
 
 OWN_DRAFTS = ("EAGLE", "NEXTN")
-"""Speculative algorithms whose draft is the checkpoint's own MTP layers, when no other is named."""
+"""Speculative algorithms that draft with the checkpoint's own MTP layers, unless a draft model is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlace:
-    """The rank and host of one engine; everything about an engine that is not a flag."""
+    """Everything about one engine that is not a flag: rank, host, ports and GPUs."""
 
     rank: int
-    """Position of the actor among all engine actors of the run."""
+    """Index of the actor among all engine actors of the run."""
     worker_type: str = "regular"
     num_gpus_per_engine: int
     base_gpu_id: int
-    """First GPU, as an index into the devices that the process sees."""
+    """First GPU, as an index into the devices visible to the process."""
     host: str
     port: int
     nccl_port: int | None
     dist_init_addr: str | None
     disaggregation_bootstrap_port: int | None = None
     node_rank: int = 0
-    """Number of this node among the engine's."""
+    """Index of this node among the engine's nodes."""
 
     def num_nodes(self, num_gpus_per_node: int) -> int:
         return max(1, self.num_gpus_per_engine // num_gpus_per_node)
@@ -80,7 +81,8 @@ def build_server_args(
 
     Args:
         place: the engine's rank, ports and GPUs.
-        overrides: ServerArgs fields of the engine's group; they win over everything.  Weight loaders join our own.
+        overrides: ServerArgs fields of the engine's group, which take precedence over everything.  Custom weight
+            loaders are added to our own.
     """
     decided = _decided(args, place, model_path, overrides)
     for attribute, value in vars(args).items():
@@ -102,10 +104,10 @@ def build_server_args(
     if is_open and lacks_processor(model_path):
         decided["enable_multimodal"] = False  # SGLang would not start
     if decided.get("speculative_algorithm") in OWN_DRAFTS and not decided.get("speculative_draft_model_path"):
-        # SGLang does this itself for most families with MTP layers, not for MiMo.
+        # SGLang does this for most families with MTP layers, but not for MiMo.
         decided["speculative_draft_model_path"] = model_path
     if decided["enable_memory_saver"] and decided.get("cuda_graph_backend_prefill", "") is None:
-        # Prefill graphs keep pointers into memory that the saver gives away.
+        # Prefill graphs keep pointers into memory that the memory saver releases.
         decided["cuda_graph_backend_prefill"] = "disabled"
     return decided
 
@@ -133,7 +135,7 @@ def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Ma
         "skip_server_warmup": True,
         "enable_draft_weights_cpu_backup": True,
         "enable_metrics": True,
-        # Of a vision tower's positions, as transformers and the trainer have it.
+        # Interpolates a vision tower's position embeddings like transformers and the trainer.
         "enable_precise_embedding_interpolation": True,
     }
     if place.worker_type == "prefill":
@@ -152,14 +154,14 @@ def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Ma
 
 
 def lacks_processor(folder: str) -> bool:
-    """Return whether a folder with a vision tower has no processor of images, as one that holds text training has."""
+    """Return True for a model with a vision tower but no image processor, such as an export of text training."""
     if not (Path(folder) / "config.json").is_file() or any(Path(folder).glob("*processor_config.json")):
         return False
     return bool(read_model_config(folder).get("vision_config"))
 
 
 def _cpu_defaults(decided: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a CPU engine needs, where no flag set them."""
+    """Return the settings that a CPU engine needs, and defaults for those that no flag has set."""
     defaults = {
         "device": "cpu",
         "attention_backend": "torch_native",
@@ -167,19 +169,19 @@ def _cpu_defaults(decided: Mapping[str, Any]) -> dict[str, Any]:
         "max_total_tokens": CPU_MAX_TOTAL_TOKENS,
     }
     chosen = {name: value for name, value in defaults.items() if decided.get(name) is None}
-    # The overlapped scheduler needs CUDA streams, the memory saver CUDA's virtual memory.  A scheduler that polls when
-    # it has no request takes a core from the trainer.
+    # The overlapped scheduler needs CUDA streams, and the memory saver CUDA's virtual memory.  A scheduler that polls
+    # while idle would take a core from the trainer.
     return chosen | {
         "disable_overlap_schedule": True,
         "enable_memory_saver": False,
         "sleep_on_idle": True,
-        "lora_backend": "torch_native",  # the others are Triton's
+        "lora_backend": "torch_native",  # the other backends need Triton
     }
 
 
 def keep_known(server_args: Mapping[str, Any], known_fields: Collection[str]) -> dict[str, Any]:
-    """Return the values under the installed ServerArgs' names; drop what it has no field for, with a log line."""
-    # A name of an older version comes from a group's overrides, which win over the flag of the same meaning.
+    """Return the values under the installed ServerArgs' names; drop and log values without a field."""
+    # A name of an older version comes from a group's overrides, which take precedence over the flag with that meaning.
     renamed = {
         present_name(name, known_fields): value for name, value in server_args.items() if name in RENAMED_FIELDS
     }

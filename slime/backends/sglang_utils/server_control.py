@@ -1,6 +1,6 @@
-"""Requests to one SGLang server, or to the router: synchronous, each with a deadline, one clear error.
+"""Synchronous requests to one SGLang server or the router, each with a deadline and a clear error.
 
-What the endpoints mean is in ``sglang_engine``; here is how they are called.
+The meaning of the endpoints is in ``sglang_engine``; this module only calls them.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from slime.backends.sglang_utils.child_process import ChildProcess
 from slime.utils.errors import DeadlineError, EngineDiedError, EngineError, PortTakenError, ProcessError
 
 CONTROL_TIMEOUT_S = 120.0
-"""Deadline of a request that moves no weights."""
+"""Deadline of a request that does not transfer weights."""
 PROBE_TIMEOUT_S = 30.0
 START_POLL_S = 0.1
 MAX_BODY_IN_ERROR = 2000
 
 
 class NoAnswer(EngineError):
-    """The deadline of a request passed."""
+    """No answer within the deadline of a request."""
 
 
 class Refused(EngineError):
     """The server answered with a status that is not a success."""
 
     def __init__(self, message: str, status: int) -> None:
-        super().__init__(message, status)  # kept as args, by which it is pickled
+        super().__init__(message, status)  # kept as args, which pickling uses
         self.status = status
 
     def __str__(self) -> str:
@@ -63,10 +63,10 @@ class ServerControl:
         return self.request("DELETE", path, timeout_s=timeout_s)
 
     def request(self, method: str, path: str, *, timeout_s: float, json: Any = None) -> Any:
-        """Send one request, once: a repeated update or release would not have the same effect."""
+        """Send one request without retries: repeating an update or a release would not have the same effect."""
         connect_s = min(PROBE_TIMEOUT_S, timeout_s)
         with requests.Session() as session:
-            session.trust_env = False  # engines are reached directly, whatever proxy the environment names
+            session.trust_env = False  # engines are reached directly, whatever proxies the environment sets
             try:
                 response = session.request(
                     method, self.url + path, json=json, headers=self._headers, timeout=(connect_s, timeout_s)
@@ -107,17 +107,18 @@ def wait_until_healthy(
 ) -> None:
     """Wait until the process answers ``GET path``: by default, until an engine generates a token.
 
-    Between two probes of at most ``probe_s`` seconds each, the process is asked whether it has ended.
+    Each probe takes at most ``probe_s`` seconds; between probes, check whether the process has ended.  All errors
+    include the tail of its log.
 
     Raises:
-        PortTakenError: another process has a port of the child's.
-        EngineDiedError: it ended for another reason.
-        DeadlineError: it does not answer within ``timeout_s`` seconds.  All of them have the end of its log.
+        PortTakenError: another process has one of the child's ports.
+        EngineDiedError: the child ended for another reason.
+        DeadlineError: the child did not answer within ``timeout_s`` seconds.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         is_up = server.answers(path, timeout_s=max(1.0, min(probe_s, deadline - time.monotonic())))
-        # What answers may be another process, which took the port.
+        # The answer may come from another process that took the port.
         if is_up and process.listens_at(urlsplit(server.url).port or 0):
             return
         if end := process.describe_end():
@@ -130,10 +131,10 @@ def wait_until_healthy(
 
 
 def flush_cache(server: ServerControl, *, tries: int = 60, wait_s: float = 1.0) -> None:
-    """Empty the prefix cache; a server with requests in flight refuses, so ask again.
+    """Flush the prefix cache.  A server with requests in flight refuses, so retry.
 
     Raises:
-        EngineError: it does not answer, or still refused after ``tries`` tries ``wait_s`` seconds apart.
+        EngineError: the server does not answer, or still refuses after ``tries`` tries ``wait_s`` seconds apart.
     """
     for remaining in reversed(range(tries)):
         try:
@@ -154,10 +155,10 @@ PROBE_PAYLOAD = {
 
 
 def probe_answer(server: ServerControl, *, timeout_s: float) -> None:
-    """Ask for one token and look at the answer.  No answer in time is no verdict: the queue may be long.
+    """Request one token and check the answer.  A timeout is not an error: the queue may be long.
 
     Raises:
-        EngineError: the engine refuses, or what it answers is not one token with its log-prob.
+        EngineError: the engine refuses, or its answer is not one token with its log-prob.
     """
     try:
         answer = server.post("/generate", PROBE_PAYLOAD, timeout_s=timeout_s)
@@ -176,7 +177,7 @@ def _is_one_token(answer: Any) -> bool:
         return False
     items = meta.get("output_token_logprobs")
     if not isinstance(items, list) or not items:
-        return meta["finish_reason"].get("type") == "abort"  # it was aborted with the others
+        return meta["finish_reason"].get("type") == "abort"  # aborted together with other requests
     if not isinstance(items[0], list) or len(items[0]) < 2:
         return False
     log_prob, token = items[0][0], items[0][1]

@@ -1,8 +1,8 @@
-"""The guard of an engine's endpoints, which decides before SGLang sees a request.
+"""Access control for an engine's endpoints, which runs before SGLang gets a request.
 
-SGLang's own keys do not fit: its ``/load_lora_adapter_from_tensors`` has no admin level, ``/metrics`` is open to all,
-a client needs one key for generation and another for administration, and the server tells its keys in
-``/server_info`` and in its log.  Here everything that is not listed below needs the job's secret.
+SGLang's own keys are not sufficient: its ``/load_lora_adapter_from_tensors`` has no admin level, ``/metrics`` is open
+to all, a client needs one key for generation and another for administration, and the server reveals its keys in
+``/server_info`` and in its log.  Here every endpoint that is not listed below needs the job's secret.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from slime.utils.net import is_loopback
 Asgi = Callable[[Mapping[str, Any], Any, Any], Awaitable[None]]
 
 OPEN = frozenset({"/health", "/ping"})
-"""For everybody.  Not ``/health_generate``: a token generated while the engine's memory is released, or is being
-released, ends SGLang's scheduler, and one on its way holds up a push."""
+"""Open to everyone.  Not ``/health_generate``: generating a token while the engine's memory is (being) released
+crashes SGLang's scheduler, and a token in flight delays a push."""
 GENERATION = frozenset(
     "/generate /health_generate /encode /classify /tokenize /detokenize /invocations /vertex_generate "
     "/v1/completions /v1/chat/completions /v1/embeddings /v1/classify /v1/tokenize /v1/detokenize "
@@ -30,20 +30,20 @@ GENERATION = frozenset(
     "/v1/messages/count_tokens /model_info /get_model_info /weight_version /get_weight_version /server_info "
     "/get_server_info /get_load /v1/loads".split()
 )
-"""For clients of the router, too; and without any key at an engine that listens on loopback.
+"""Open to clients of the router too, and without a key if the engine listens on loopback.
 
-Not parsers of text, which one text can hold up for minutes (``/parse_function_call``, ``/separate_reasoning``), nor
-SGLang's sessions, whose requests engines refuse, nor Ollama's doors, which answer 500 to what is refused.
+Excluded: text parsers, which a single text can block for minutes (``/parse_function_call``, ``/separate_reasoning``);
+SGLang's sessions, whose requests engines reject; and Ollama's endpoints, which answer 500 to rejected requests.
 """
 GENERATION_FOLDERS = ("/v1/models/", "/v1/responses/")
 METRICS = ("/metrics", "/metrics/")
-"""Open on loopback.  Not for clients of the router, which passes ``/engine_metrics`` on for everybody."""
+"""Open on loopback.  Not open to clients of the router, which would forward ``/engine_metrics`` for everyone."""
 FROM_ENGINES = frozenset({"/encode", "/send", "/scheduler_receive_url"})
-"""Engines ask an encoder by these; see :func:`sign_requests`."""
+"""Endpoints of an encoder that engines call; see :func:`sign_requests`."""
 
 
 def generation_key(secret: str) -> str:
-    """Return the key that the router sends to engines: it generates, and administers nothing."""
+    """Return the key that the router sends to engines; it allows generation, but no administration."""
     return hmac.new(secret.encode(), b"slime generation", hashlib.sha256).hexdigest()
 
 
@@ -51,21 +51,21 @@ class ServerGuard:
     """An ASGI application in front of ``app``.
 
     Args:
-        secret: of the job; opens everything.
+        secret: the job's secret, which gives access to everything.
         is_local: the server listens on loopback, where generation and metrics need no key.
-        is_encoder: other engines send requests to it.
+        is_encoder: the server is an encoder, which gets requests from other engines.
     """
 
     def __init__(self, app: Asgi, *, secret: str, is_local: bool, is_encoder: bool = False) -> None:
         self.app = app
-        self._door = AsgiDoor(app, needs_json=False)  # sounds are sent as forms
+        self._door = AsgiDoor(app, needs_json=False)  # audio is sent as forms
         self._secret = secret.encode()
         self._generation_key = generation_key(secret).encode()
         self._is_local = is_local
         self._is_encoder = is_encoder
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        """Pass the request on, or answer 401; what needs no key is not for pages in a browser (403)."""
+        """Forward the request, or answer 401; endpoints without a key answer 403 to web pages in a browser."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif self.allows(scope["path"], key := _key_of(scope["headers"])):
@@ -99,11 +99,12 @@ async def _refuse(send: Any) -> None:
 def guard_port(
     secret: str, host: str, port: int, *, is_encoder: bool, encoders: Sequence[str] = (), pass_on: bool = False
 ) -> None:
-    """Put a guard before whatever uvicorn serves at ``port`` in this process.
+    """Guard the application that uvicorn serves on ``port`` in this process.
 
     Args:
-        port: the engine's; SGLang's other servers talk among themselves.
-        pass_on: have the processes that this one starts do the same (several tokenizer workers share one port).
+        port: the engine's port; SGLang's other servers are internal and stay unguarded.
+        encoders: URLs of encoders, to which this process signs its requests.
+        pass_on: make the processes that this one starts do the same (several tokenizer workers share one port).
     """
     import uvicorn
 
@@ -124,10 +125,10 @@ def guard_port(
 
 
 def sign_requests(secret: str, encoders: Sequence[str]) -> None:
-    """Send the key of generation with this process's requests to encoders, for which SGLang has no flag.
+    """Send the generation key with this process's requests to encoders, for which SGLang has no flag.
 
     Args:
-        encoders: their URLs; requests to other hosts, of images for example, go without.
+        encoders: URLs of the encoders; requests to other hosts, such as for images, carry no key.
     """
     import aiohttp
 
@@ -143,7 +144,7 @@ def sign_requests(secret: str, encoders: Sequence[str]) -> None:
 
 
 def guard_as_parent() -> None:
-    """Guard the port of the process that started this one, and sign as it does, when it passed that on."""
+    """Guard the port of the process that started this one, and sign requests like it, if it set ``pass_on``."""
     inherited = env.engine_guard()
     if inherited is not None:
         secret, host, port, is_encoder, encoders = inherited

@@ -1,8 +1,8 @@
 """The engine's process: ``python -m slime.backends.sglang_utils.server_main OWNER_PID`` with ServerArgs on stdin.
 
 SGLang starts its scheduler and detokenizer with multiprocessing's spawn, which imports this module again in each of
-them, under the name ``__mp_main__`` and before anything of SGLang: so the top of this file runs in every process.
-On a CPU they are forked instead (:func:`cpu_shim.fork_processes`) and inherit it.
+them, as ``__mp_main__`` and before any module of SGLang, so the top of this file runs in every process.  On a CPU they
+are forked instead (:func:`cpu_shim.fork_processes`) and inherit its effects.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if __name__ in ("__main__", "__mp_main__"):
     end_with_family(owner_pid() if __name__ == "__main__" else os.getppid())
     cpu_shim.install()
     cpu_shim.ignore_pinning()
-    # SGLang's debugging tools import megatron.core where they find it.  That takes seconds, and it turns the memory
-    # saver to a mode in which CUDA graphs cannot be released; an engine has no use for it.
+    # SGLang's debugging tools import megatron.core if it is installed.  Engines do not need it; the import takes
+    # seconds, and switches the memory saver to a mode in which CUDA graphs cannot be released.
     sys.modules["megatron"] = None  # type: ignore[assignment]  # makes the import fail as if it were not installed
     sglang_plugin.register()
     for path, *arguments in json.loads(env.get_str(PLUGINS, "[]") or "[]"):
@@ -55,7 +55,7 @@ def main() -> None:
 
     from slime.backends.sglang_utils.server_args import keep_known
 
-    load_plugins()  # ServerArgs reads config.json, which hooks of families mend
+    load_plugins()  # first: ServerArgs reads config.json, which hooks of families fix
     known = {field.name for field in dataclasses.fields(ServerArgs) if field.init}
     if settings.get("enable_metrics"):
         _make_metrics_work(settings)
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _make_metrics_work(settings: dict[str, Any]) -> None:
-    """Mend the server's app for SGLang's metrics, or turn them off where other processes serve HTTP."""
+    """Fix the server's app for SGLang's metrics, or turn metrics off if other processes serve HTTP."""
     if settings.get("tokenizer_worker_num", 1) > 1:
         print("metrics are off: with several tokenizer workers they would make /v1/loads answer 500", flush=True)
         settings["enable_metrics"] = False
@@ -77,10 +77,10 @@ def _make_metrics_work(settings: dict[str, Any]) -> None:
 
 
 def name_included_routes(app: Any) -> None:
-    """Give the entries of ``app.routes`` that have no path the one by which metrics label their requests.
+    """Add the attribute ``path``, by which metrics label requests, to entries of ``app.routes`` that lack it.
 
-    SGLang 0.5.15 counts a request under ``route.path`` of the first entry that matches.  The pinned FastAPI keeps
-    an included router as one entry without that attribute, and such a request ends with 500.
+    SGLang 0.5.15 counts a request under ``route.path`` of the first matching entry.  The pinned FastAPI keeps an
+    included router as one entry without that attribute, and requests to it would end with 500.
     """
     for route in app.routes:
         if not hasattr(route, "path"):

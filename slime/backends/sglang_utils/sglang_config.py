@@ -1,15 +1,15 @@
-"""The models and engines of a run, from the YAML of ``--sglang-config`` or from flags.  Data only; nothing is started.
+"""The models and engines of a run, from the YAML of ``--sglang-config`` or from flags.  Only data; starts nothing.
 
 sglang:                      # a list of models; each gets its own router
   - name: default
     model_path: /models/x    # default: --hf-checkpoint
     num_gpus_per_engine: 2   # default: --rollout-num-gpus-per-engine
     update_weights: true     # default: whether model_path is --hf-checkpoint
-    server_groups:           # like engines, on consecutive GPUs
+    server_groups:           # equal engines, on consecutive GPUs
       - worker_type: regular # or prefill, decode, encoder, placeholder (GPUs left empty)
         num_gpus: 8
         num_gpus_per_engine: 4
-        overrides: {context_length: 8192}    # ServerArgs fields, above every flag
+        overrides: {context_length: 8192}    # ServerArgs fields, which take precedence over flags
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ GROUP_KEYS = frozenset({"worker_type", "num_gpus", "num_gpus_per_engine", "overr
 
 @dataclass(frozen=True, kw_only=True)
 class ServerGroupConfig:
-    """Like engines on a run of GPUs."""
+    """Equal engines on consecutive GPUs."""
 
     worker_type: str
     num_gpus: int
     num_gpus_per_engine: int
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """ServerArgs fields of these engines; they win over flags."""
+    """ServerArgs fields of these engines, which take precedence over flags."""
 
     of_flags: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The same fields as flags give them."""
+    """ServerArgs fields from the flags."""
 
     def setting(self, name: str) -> Any:
-        """Return what these engines get for a field of ServerArgs; None where the installed one has no such field."""
+        """Return the value of a ServerArgs field for these engines; None if the installed version lacks the field."""
         return self.overrides.get(name, self.of_flags.get(name))
 
 
@@ -66,24 +66,24 @@ class ModelConfig:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all its groups, placeholders included."""
+        """GPUs of all groups, including placeholders."""
         return sum(group.num_gpus for group in self.server_groups)
 
     @property
     def num_engines(self) -> int:
-        """Engines that take requests: neither encoders nor placeholders."""
+        """Number of engines that take requests; encoders and placeholders do not."""
         serving = [group for group in self.server_groups if group.worker_type not in ("encoder", "placeholder")]
         return sum(group.num_gpus // group.num_gpus_per_engine for group in serving)
 
     @property
     def has_prefill_decode(self) -> bool:
-        """True when some of its engines only prefill or only decode."""
+        """True if some engines only prefill or only decode."""
         return any(group.worker_type in ("prefill", "decode") for group in self.server_groups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangConfig:
-    """Every model of the run, in the order in which they take GPUs."""
+    """All models of the run, in the order in which they are assigned GPUs."""
 
     models: tuple[ModelConfig, ...]
     file: str | None = None
@@ -98,7 +98,7 @@ def resolve_sglang_config(args: Namespace) -> SGLangConfig:
     """Return the layout of engines that the flags describe.
 
     Raises:
-        ConfigError: the file or a combination of flags cannot work; the message names the place.
+        ConfigError: the file or a combination of flags is invalid; the message names the place.
     """
     layout = _layout(args)
     flags = {name.removeprefix("sglang_"): value for name, value in vars(args).items() if name.startswith("sglang_")}
@@ -153,7 +153,7 @@ def _layout(args: Namespace) -> SGLangConfig:
 
 
 def _for_evaluation(config: SGLangConfig, where: str, hf_checkpoint: str) -> SGLangConfig:
-    """Return the layout with the model that evaluates, which takes no part in the pushes to the others."""
+    """Check the evaluation model, and return the layout in which pushes to the other models leave it out."""
     model = next((model for model in config.models if model.name == EVALUATION_MODEL), None)
     if model is None or model is config.models[0] or not model.num_engines:
         raise ConfigError(
@@ -175,7 +175,7 @@ def _group(worker_type: str, num_gpus: int, per_engine: int) -> ServerGroupConfi
 
 
 def _check_encoders(where: str, model: ModelConfig) -> None:
-    """Check that a model with encoders has engines that ask them.
+    """Check that a model with encoders has engines that use them.
 
     Raises:
         ConfigError: it has none.
@@ -208,7 +208,7 @@ def load_sglang_config(path: str, *, hf_checkpoint: str, rollout_num_gpus_per_en
     """Read and check the YAML file of ``--sglang-config``.
 
     Raises:
-        ConfigError: the file is missing or malformed; the message names the key and what it may hold.
+        ConfigError: the file is missing or malformed; the message names the key and its allowed values.
     """
     document, where = read_yaml(path, "--sglang-config"), f"--sglang-config {path}"
     models = document.get("sglang") if isinstance(document, dict) else None
@@ -263,10 +263,10 @@ def _parse_model(raw: Any, where: str, *, hf_checkpoint: str, per_engine: int) -
 def _served_path(
     model_path: str, groups: tuple[ServerGroupConfig, ...], where: str
 ) -> tuple[str, tuple[ServerGroupConfig, ...]]:
-    """Return the path that all groups serve, which their overrides may give, and the groups without it.
+    """Return the path that all groups serve, which their overrides may set, and the groups without that override.
 
     Raises:
-        ConfigError: they serve different ones.
+        ConfigError: the groups serve different paths.
     """
     serving = [group for group in groups if group.worker_type != "placeholder"]
     paths = [str(group.overrides.get("model_path") or model_path) for group in serving] or [model_path]
@@ -322,13 +322,13 @@ def _positive(value: Any, where: str) -> int:
 
 
 def size_problems(layout: SGLangConfig) -> Iterator[str]:
-    """Yield one message for each size that does not divide the GPUs or tensor-parallel ranks of a group's engines."""
+    """Yield a message for each size that does not divide the GPUs or tensor-parallel ranks of a group's engines."""
     groups = [(model.name, group) for model in layout.models for group in model.server_groups]
     for name_of_model, group in groups:
         own, num_gpus = group.overrides, group.num_gpus_per_engine
         sizes = {name: group.setting(name) for name in ("pp_size", "dp_size", "ep_size")}
         if group.worker_type == "placeholder" or not all(isinstance(one, int) and one > 0 for one in sizes.values()):
-            continue  # an override that is no size is refused by itself
+            continue  # another check reports overrides that are not sizes
         tp_size = num_gpus // sizes["pp_size"]
         engine = f"--rollout-num-gpus-per-engine is {num_gpus}"
         if layout.file is not None:
@@ -344,7 +344,7 @@ def size_problems(layout: SGLangConfig) -> Iterator[str]:
 
 
 def share_problems(layout: SGLangConfig) -> Iterator[str]:
-    """Yield a message where ``--offload-train-if-needed`` cannot know how much memory the engines take."""
+    """Yield a message if ``--offload-train-if-needed`` cannot know how much memory the engines use."""
     if any("mem_fraction_static" in group.overrides for model in layout.models for group in model.server_groups):
         yield (
             f"--sglang-config {layout.file} sets mem_fraction_static and --offload-train-if-needed is given; "
@@ -353,20 +353,20 @@ def share_problems(layout: SGLangConfig) -> Iterator[str]:
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    """Return the divisor of ``number`` that is nearest to ``wanted``."""
+    """Return the divisor of ``number`` that is closest to ``wanted``."""
     return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))
 
 
 def own_dtype(asked: str | None, of_trainer: str | None) -> str | None:
     """Return the dtype of an engine that this job starts: ``asked``, or the trainer's, so that log-probs agree.
 
-    SGLang's "auto" is no answer: it would take float16 for a checkpoint written in float32.
+    SGLang's "auto" counts as not asked: it would choose float16 for a float32 checkpoint.
     """
     return of_trainer if asked in (None, "auto") else asked
 
 
 def trainer_dtype(args: Namespace) -> str | None:
-    """Return the dtype in which the trainer computes; None where no flag says it."""
+    """Return the dtype in which the trainer computes; None if no flag sets it."""
     if args.fp16:
         return "float16"
     if args.bf16:
@@ -375,12 +375,12 @@ def trainer_dtype(args: Namespace) -> str | None:
 
 
 def served_dtype(asked: str, folder: str, *, of_fp32: Callable[[Mapping[str, Any]], str]) -> str:
-    """Return the dtype of an engine whose ServerArgs have ``asked``; "auto" follows config.json as SGLang does.
+    """Return the dtype of an engine whose ServerArgs have ``asked``; "auto" follows config.json, as in SGLang.
 
-    "" without a config.json to read.
+    Returns "" if "auto" has no config.json to read.
 
     Args:
-        of_fp32: gives what "auto" makes of a checkpoint in fp32, by its config.json.
+        of_fp32: maps config.json to the dtype that "auto" chooses for an fp32 checkpoint.
     """
     if asked != "auto":
         return asked
@@ -393,7 +393,7 @@ def served_dtype(asked: str, folder: str, *, of_fp32: Callable[[Mapping[str, Any
 
 
 RENAMED_FIELDS = {"cuda_graph_max_bs": "cuda_graph_max_bs_decode", "cuda_graph_bs": "cuda_graph_bs_decode"}
-"""ServerArgs fields that later versions of SGLang call otherwise; an --sglang-config may have either name."""
+"""ServerArgs fields that later versions of SGLang renamed; an --sglang-config may use either name."""
 
 
 def present_name(name: str, known_fields: Collection[str]) -> str:

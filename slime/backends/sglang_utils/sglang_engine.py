@@ -1,7 +1,7 @@
 """One SGLang engine: the life of its server process.
 
-A plain class; ``slime.ray`` makes it an actor.  Every request has a deadline.  An engine over several nodes has one
-object on each; only the first talks to the server, the others just keep their process.
+A plain class that ``slime.ray`` wraps in an actor.  Every request has a deadline.  An engine over several nodes has
+one object per node: the first talks to the server, and the others only keep their process.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ logger = logging.getLogger(__name__)
 
 SERVER_MODULE = "slime.backends.sglang_utils.server_main"
 EXPANDABLE_SEGMENTS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""The trainer may want expandable segments; SGLang's memory saver cannot work with them."""
+"""Variables that engines must not inherit: SGLang's memory saver does not work with expandable segments, which the
+trainer may use."""
 KEEP_ALIVE_S = 120
-"""Above the 90 s for which the router reuses an idle connection.
+"""Seconds that an engine keeps idle connections: more than the 90 s for which the router reuses them.
 
-By default SGLang hangs up after 5 s, as long as a push takes.  A request sent at that moment is lost; if it is the
-prefill half of one, the router says nothing, and the decode engine waits until its own deadline.
+By default SGLang closes them after 5 s, which is as long as a push takes, and a request sent at that moment is lost.
+If it is the prefill half of a request, the router reports nothing, and the decode engine waits until its deadline.
 """
 
 
@@ -58,14 +59,14 @@ class SGLangEngine(EngineServer):
         model_path: str | None = None,
         node_rank: int | None = None,
     ) -> None:
-        """Describe an engine; :meth:`init` starts it, :meth:`connect` adopts one.
+        """Describe an engine; :meth:`init` starts one, :meth:`connect` adopts a running one.
 
         Args:
-            rank: position of this object among those of all engines and nodes.
-            base_gpu_id: the first of its GPUs on this node, by its physical index.
-            sglang_overrides: ServerArgs fields that win over flags.
+            rank: index of this object among those of all engines and nodes.
+            base_gpu_id: physical index of its first GPU on this node.
+            sglang_overrides: ServerArgs fields that take precedence over flags.
             num_gpus_per_engine: GPUs of the engine, over all its nodes.
-            node_rank: which of the engine's nodes this is; by default its rank, counted from a multiple of the nodes.
+            node_rank: index of this node among the engine's nodes; by default ``rank`` modulo their number.
         """
         num_gpus_per_engine = num_gpus_per_engine or args.rollout_num_gpus_per_engine
         num_nodes = max(1, num_gpus_per_engine // args.num_gpus_per_node)
@@ -78,22 +79,22 @@ class SGLangEngine(EngineServer):
         self.router: ServerControl | None = None
         self._secret = job_secret(args)
         self._worker_key: str | None = None
-        """Key by which the router asks the server."""
+        """Key that the router sends to the server."""
         self._bootstrap_port: int | None = None
         self._check: Future[None] | None = None
-        """The comparison of the model's files with their digests, while the server reads them."""
+        """Verification of the model files' digests, which runs while the server reads them."""
 
     # --- life -----------------------------------------------------------------------------------------------------
 
     def init(self, *, timeout_s: float | None = None, register: bool = True, **addresses: Any) -> None:
-        """Start the server and return when it serves and (with ``register``) the router knows it.
+        """Start the server; return when it serves and (with ``register``) the router lists it.
 
         Args:
-            timeout_s: to wait for the server; None: ``--engine-start-timeout-s``.
+            timeout_s: seconds to wait for the server; None takes ``--engine-start-timeout-s``.
 
         Raises:
-            ProcessError: it ended or did not serve within ``timeout_s`` seconds (``--engine-start-timeout-s``).
-            DataError: the model's files differ from the digests beside them.
+            ProcessError: it ended or did not serve within ``timeout_s`` seconds.
+            DataError: the model's files do not match their digests.
         """
         self.start_server(**addresses)
         self.wait_ready(self.args.engine_start_timeout_s if timeout_s is None else timeout_s, register=register)
@@ -133,7 +134,7 @@ class SGLangEngine(EngineServer):
         self.server = ServerControl(http_url(host, port), api_key=self._secret, name=name)
         self._worker_key = None if self._secret is None else generation_key(self._secret)
         self._find_router(router_ip, router_port)
-        remove_segments()  # of engines that were killed here before
+        remove_segments()  # left by engines that were killed on this node
         self.process = start_server(
             server_args,
             name=name,
@@ -148,7 +149,7 @@ class SGLangEngine(EngineServer):
             self.router = ServerControl(http_url(host, port), api_key=self._secret, name="the router")
 
     def wait_ready(self, timeout_s: float, *, register: bool = True) -> None:
-        """Wait until the server serves; then tell the router, with ``register``.  See :meth:`init`."""
+        """Wait until the server serves, then register it with the router if ``register``.  See :meth:`init`."""
         if self.node_rank != 0:
             return
         if self.process is None or self.server is None:
@@ -173,7 +174,7 @@ class SGLangEngine(EngineServer):
             ) from error
 
     def register(self) -> None:
-        """Let the router send requests to this engine.  An encoder serves other engines, not the router."""
+        """Register this engine with the router, unless it is an encoder, which only serves other engines."""
         if self.router is not None and self.node_rank == 0 and self.worker_type != "encoder":
             register_worker(
                 self.router,
@@ -192,7 +193,7 @@ class SGLangEngine(EngineServer):
         router_ip: str | None = None,
         router_port: int | None = None,
     ) -> None:
-        """Use an external server, and tell the router of it; its process is theirs to end."""
+        """Use an external server, and register it with the router.  slime never ends its process."""
         self.server = ServerControl(url, api_key=self._secret, name=f"engine {self.rank} {url}")
         self._worker_key = self._secret
         self.tp_size = tp_size
@@ -216,7 +217,7 @@ class SGLangEngine(EngineServer):
         remove_segments()
 
     def simulate_crash(self) -> None:
-        """Kill the server as an accident would: the router is not told.  For plug-ins that inject faults."""
+        """Kill the server without telling the router, as in a crash.  For plug-ins that inject faults."""
         if self.process is not None:
             os.kill(self.process.pid, signal.SIGKILL)
             kill_tree(self.process.pid)
@@ -229,10 +230,10 @@ def start_server(
     secret: str | None = None,
     plugins: Sequence[Sequence[Any]] = (),
 ) -> ChildProcess:
-    """Start an SGLang server with these ServerArgs, guarded by ``secret``; returns at once.
+    """Start an SGLang server with these ServerArgs, guarded by ``secret``; do not wait for it.
 
     Args:
-        plugins: functions which each of its processes calls first, by their import paths, with their arguments.
+        plugins: functions that each of its processes calls first: import path and arguments.
     """
     return ChildProcess(
         SERVER_MODULE,
@@ -247,7 +248,7 @@ def start_server(
 
 
 def engine_environment(*, tp_size: int) -> dict[str, str]:
-    """Return the variables of an engine's process, those that the CPU path needs among them."""
+    """Return the environment variables of an engine's process, including those of the CPU shim."""
     variables = {"SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S)}
     if not cpu_shim.is_needed():
         return variables
@@ -258,21 +259,21 @@ def engine_environment(*, tp_size: int) -> dict[str, str]:
     return variables
 
 
-# Shared memory of SGLang's that outlives its processes.
+# SGLang's shared memory that may outlive its processes.
 #
-# SGLang unlinks it when its processes end in order; a process that is killed leaves 16 KiB of load figures, and
-# 24 MiB of a queue for each engine of several GPUs.
+# SGLang unlinks it when its processes exit normally; a killed process leaves 16 KiB of load statistics, and per
+# multi-GPU engine a queue of 24 MiB.
 
 
 SEGMENT_FOLDER = Path("/dev/shm")
 SEGMENT_PATTERNS = ("sglang_loads_*.shm", "sgl_shm_mq_*")
-"""Its names in SGLang 0.5.15 (load_snapshot.py and shm_broadcast.py there)."""
+"""File names in SGLang 0.5.15 (its load_snapshot.py and shm_broadcast.py)."""
 YOUNG_SEGMENT_S = 60.0
-"""Age up to which a process that is to use it, of another container even, may not have mapped it yet."""
+"""Seconds; a younger segment may not have been mapped yet by its process, which may be in another container."""
 
 
 def remove_segments(folder: Path = SEGMENT_FOLDER) -> list[Path]:
-    """Remove this user's segments of engines that have ended, those that no process has mapped; return them."""
+    """Remove this user's segments that no process has mapped: those of ended engines.  Return their paths."""
     found = [path for pattern in SEGMENT_PATTERNS for path in folder.glob(pattern) if _is_old_and_ours(path)]
     if not found:
         return []
@@ -297,7 +298,7 @@ def _mapped_below(folder: Path) -> set[str]:
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             lines = maps.read_text(errors="replace").splitlines()
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
         prefix = f"{folder}/"
         mapped |= {line[line.index(prefix) :] for line in lines if prefix in line}

@@ -1,12 +1,12 @@
-"""The core's hooks in SGLang's processes.
+"""The core's hooks in SGLang's processes:
 
-Every answer names its engine.
-A pause ends as soon as aborted requests have.
-Scales that no push brings outlast a sleep.
-Decoding with Triton sees a whole window.
-Sampling kernels are built before an engine serves.
-Ids with images go to an encoder as text does, a flush forgets features of images, and a request that brings some is
-refused.
+* every answer names its engine;
+* pausing returns as soon as aborted requests have finished;
+* scales that weight pushes do not carry survive a sleep;
+* decoding with Triton attends to the whole window;
+* sampling kernels are built before an engine serves;
+* encoders accept token ids with images, as they accept text; a flush also drops image features; and requests with
+  precomputed image features are rejected.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 _OWN_SCALE = re.compile(r"(^|[._])(k_scale|v_scale|input_scale|input_scale_inv)$")
 _OWN_SCALES = "slime_own_scales"
-"""Key in the state that SGLang keeps of a model that sleeps."""
+"""Key in the state that SGLang keeps of a sleeping model."""
 PAUSE_LOOK_S = 0.01
-"""Between two looks whether aborted requests have ended, for a second; then SGLang's own wait begins."""
+"""Seconds between checks whether aborted requests have ended; after one second, SGLang's own wait takes over."""
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _TOKENIZER = "transformers.PreTrainedTokenizerBase"
@@ -52,7 +52,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
 def register() -> None:
-    """Register the hooks of the core and of model families in this process; again: no effect."""
+    """Register the hooks of the core and of model families in this process; further calls have no effect."""
     register_hooks(
         (
             (f"{_SLEEP}._export_static_state", _keep_own_scales, "around"),
@@ -80,36 +80,33 @@ def register() -> None:
 
 
 def is_own_scale(name: str) -> bool:
-    """Return True for a scale, of the KV cache or of activations, that an engine makes for itself.
-
-    No push brings it.
-    """
+    """Return True for a scale (KV cache, activations) that an engine computes itself and pushes do not carry."""
     return _OWN_SCALE.search(name) is not None
 
 
 def _keep_own_scales(original: Callable[..., dict[str, Any]], model: torch.nn.Module) -> dict[str, Any]:
-    """Keep the engine's own scales beside the buffers while the memory of weights is released.
+    """Save the engine's own scales with the buffers while the memory of weights is released.
 
-    No push brings them back, and latent attention divides keys by ``k_scale``.
+    Pushes do not restore them, and latent attention divides keys by ``k_scale``.
     """
     scales = {name: p.detach().clone() for name, p in model.named_parameters() if is_own_scale(name)}
     return {**original(model), _OWN_SCALES: scales}
 
 
 def _wait_for_kernels(*_: Any) -> None:
-    """Wait for queued kernels before memory is unmapped under them.
+    """Wait for queued kernels before their memory is unmapped.
 
-    SGLang 0.5.15 copies the model's buffers and unmaps them in the same breath: on a busy GPU the copy comes second,
-    which is an illegal memory access.
+    SGLang 0.5.15 copies the model's buffers and unmaps them without waiting: on a busy GPU the copy runs after the
+    unmapping, which is an illegal memory access.
     """
     torch.cuda.synchronize()
 
 
 def build_sampling_kernels(result: Any, scheduler: Any) -> None:
-    """Build flashinfer's sampling kernels before the engine serves, where it will sample or verify drafts with them.
+    """Build flashinfer's sampling kernels before the engine serves, if it will sample or verify drafts with them.
 
-    SGLang's own warm-up decodes greedily.  The first sampled token of a fresh machine would wait for the compiler, one
-    to two minutes, and a health check would take the engine for dead.
+    SGLang's warm-up decodes greedily.  On a fresh machine the first sampled token would otherwise wait one to two
+    minutes for the compiler, and a health check would consider the engine dead.
     """
     flags = scheduler.server_args
     uses_them = flags.sampling_backend == "flashinfer" or flags.speculative_algorithm is not None
@@ -120,10 +117,10 @@ def build_sampling_kernels(result: Any, scheduler: Any) -> None:
 
 
 def whole_window(result: None, backend: Any, *args: Any, **options: Any) -> None:
-    """Let a decoded token see as many keys as its layer's window has, itself among them.
+    """Let a decoded token attend to all keys in its layer's window, including its own.
 
-    SGLang's models give a window of w tokens as w - 1, the distance of the oldest key.  Triton's prefill masks by that
-    distance; its decoding of 0.5.15 takes it for the number of keys, and leaves the oldest out.
+    SGLang's models express a window of w tokens as w - 1, the distance of the oldest key.  Triton's prefill masks by
+    that distance; its decoding in 0.5.15 uses it as the number of keys, and so omits the oldest one.
     """
     if backend.sliding_window_size is not None and backend.sliding_window_size > 0:
         backend.sliding_window_size += 1
@@ -137,9 +134,9 @@ def _restore_own_scales(original: Callable[..., None], model: torch.nn.Module, s
 
 
 def _leave_a_token(result: None, info: Any, logits: torch.Tensor) -> None:
-    """Allow every token where a grammar allows none: there is nothing to draw from, which ends the scheduler.
+    """Allow every token if a grammar allows none: sampling from no tokens would crash the scheduler.
 
-    The grammar takes none of them, and SGLang ends the request.
+    The grammar then rejects the sampled token, and SGLang ends the request.
     """
     if info.vocab_mask is not None:
         logits.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
@@ -149,7 +146,7 @@ async def _generate(original: Callable[..., Any], manager: Any, obj: Any, reques
     engine = format_host_port(manager.server_args.host, manager.server_args.port)
     end = ""
     try:
-        if request is None or not request.url.path.startswith("/health"):  # the server's own, whose id it needs
+        if request is None or not request.url.path.startswith("/health"):  # health checks need the server's own id
             check_request(obj, labels=_labels(manager), scores_items=manager.server_args.enable_mis)
             end = give_own_ids(obj)
         async with aclosing(original(manager, obj, request)) as answers:
@@ -162,7 +159,7 @@ async def _generate(original: Callable[..., Any], manager: Any, obj: Any, reques
         if LOADING not in str(error):
             raise
         raise ValueError(f"The request cannot be served: {error}") from error
-    except UNREADABLE as error:  # of SGLang, over a field of another shape; its server would answer 500
+    except UNREADABLE as error:  # raised by SGLang on a malformed field; its server would answer 500
         logger.info("A request was refused.", exc_info=True)
         raise ValueError(f"The request is not what SGLang takes: {type(error).__name__}: {error}") from error
 
@@ -182,10 +179,10 @@ def _check_sequence(sequence: Any, manager: Any, *args: Any, **options: Any) -> 
 
 
 def _check_template(tokenizer: Any, *args: Any, chat_template: Any = None, **options: Any) -> None:
-    """Refuse a template of a client's own: a loop in it holds up the server.
+    """Reject a client's own chat template: a loop in it would block the server.
 
     Raises:
-        ValueError: as said.
+        ValueError: ``chat_template`` is given.
     """
     if chat_template is not None:
         raise ValueError(
@@ -198,7 +195,7 @@ def _check_text(tokenizer: Any, text: Any = None, *args: Any, **options: Any) ->
 
 
 def _abort(original: Callable[..., None], manager: Any, rid: str = "", abort_all: bool = False) -> None:
-    """Abort the requests to which a client gave this id, under the ids that the scheduler knows them by."""
+    """Abort the requests to which a client gave this id, under the unique ids that the scheduler has for them."""
     known = [rid]
     if not abort_all and rid not in manager.rid_to_state:
         known = [one for one in manager.rid_to_state if rid and one.startswith(f"{rid}_")] or known
@@ -207,9 +204,10 @@ def _abort(original: Callable[..., None], manager: Any, rid: str = "", abort_all
 
 
 async def _pause(original: Callable[..., Any], manager: Any, request: Any) -> None:
-    """Pause once aborted requests have ended, within milliseconds.
+    """Pause within milliseconds after aborted requests have ended.
 
-    SGLang 0.5.15 aborts, looks at once, and then only every second: a push during a rollout took one more.
+    SGLang 0.5.15 aborts, checks immediately, and then only every second, which delayed pushes during a rollout by a
+    second.
     """
     if request.mode == "abort":
         async with manager.is_pause_cond:
@@ -223,9 +221,9 @@ async def _pause(original: Callable[..., Any], manager: Any, request: Any) -> No
 
 
 def _receive_images(original: Callable[..., Any], receiver: Any, requests: Any, *args: Any, **options: Any) -> Any:
-    """Let a scheduler join an encoder's features with a prompt of ids, as it does with text.
+    """Let a scheduler combine an encoder's features with a prompt of token ids, as with text.
 
-    SGLang 0.5.15 looks for the places of images in the text alone, and ends when a request has none.
+    SGLang 0.5.15 looks for image placeholders only in the text, and crashes on a request without text.
     """
     for request in requests:
         if getattr(request, "need_wait_for_mm_inputs", None) and request.input_text is None:
@@ -234,9 +232,9 @@ def _receive_images(original: Callable[..., Any], receiver: Any, requests: Any, 
 
 
 def _forget_images(is_flushed: bool, scheduler: Any, *args: Any, **options: Any) -> None:
-    """Drop the features of images that a scheduler keeps by their pixels: the tower that made them has changed.
+    """Drop the image features that a scheduler caches by pixels, because the tower that computed them has changed.
 
-    SGLang 0.5.15 flushes only what it keeps of prompts.
+    SGLang 0.5.15 flushes only its prompt cache.
     """
     from sglang.srt.managers import mm_utils
 

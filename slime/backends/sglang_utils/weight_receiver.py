@@ -1,4 +1,4 @@
-"""The name of the weight loader under which engines of others may have it; the loader is an extension's."""
+"""Import path of the weight loader for external engines; an extension implements the loader."""
 
 from slime.ext.fast_push.weight_receiver import receive
 

@@ -1,4 +1,4 @@
-"""What an engine does with weights, as requests to its server; ``slime.weights.push.engine`` asks for it."""
+"""An engine's operations on weights, as requests to its server; ``slime.weights.push.engine`` calls them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CHECKS = ("snapshot", "reset_tensors", "compare")
 
 
 class WeightVerbs:
-    """A base of ``EngineServer``, which sends the requests; each blocks until the server has answered."""
+    """Base class of ``EngineServer``, which sends the requests; each blocks until the server has answered."""
 
     args: Namespace
     rank: int
     node_rank: int
     tp_size: int = 1
     unfinished_push: str | None = None
-    """The push that was begun last and not completed: while it is set, the engine must not serve."""
+    """The last push, if it was started but not completed; while it is set, the engine must not serve."""
 
     def _request(self, method: str, path: str, payload: Any = None, *, timeout_s: float | None = None) -> Any:
         raise NotImplementedError
@@ -33,14 +33,14 @@ class WeightVerbs:
         return self._request("POST", path, dict(payload), timeout_s=self.args.weight_update_timeout_s)
 
     def run(self, function: Callable[..., Any], /, *arguments: Any) -> Any:
-        """Call ``function(self, *arguments)``, of an extension that knows other requests."""
+        """Call ``function(self, *arguments)``; extensions use this for their own requests."""
         return function(self, *arguments)
 
     def refuse_unfinished_push(self) -> None:
-        """Keep an engine from serving requests.
+        """Raise an error if the engine must not serve requests.
 
         Raises:
-            WeightSyncError: a push was begun and not completed.
+            WeightSyncError: a push was started but not completed.
         """
         if self.unfinished_push is not None:
             raise WeightSyncError(
@@ -51,13 +51,13 @@ class WeightVerbs:
     def init_weights_update_group(
         self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
-        """Join a process group as ranks ``rank_offset ...``; rank 0 is the trainer that sends."""
+        """Join a process group, with the engine's GPUs as ranks ``rank_offset ...``; rank 0 is the sending trainer."""
         place = {"master_address": master_address, "master_port": master_port, "rank_offset": rank_offset}
         group = {"world_size": world_size, "group_name": group_name, "backend": backend}
         self.post("/init_weights_update_group", place | group)
 
     def destroy_weights_update_group(self, group_name: str) -> None:
-        """Leave the group; one that the server does not know (it may have been restarted) is no error."""
+        """Leave the group.  It is not an error if the server, after a restart, does not know the group."""
         try:
             self.post("/destroy_weights_update_group", {"group_name": group_name})
         except ProcessError as error:
@@ -70,10 +70,7 @@ class WeightVerbs:
         weight_version: str | None = None,
         flush_cache: bool = False,
     ) -> None:
-        """Load tensors from memory that the engine can map, one serialized payload for each of its GPUs.
-
-        A loader that checks weights instead is asked by :meth:`check`.
-        """
+        """Load tensors from memory that the engine can map, one serialized payload per GPU of the engine."""
         what = {"load_format": load_format, "weight_version": weight_version, "flush_cache": flush_cache}
         self._load("/update_weights_from_tensor", {"serialized_named_tensors": serialized_named_tensors, **what})
 
@@ -87,7 +84,7 @@ class WeightVerbs:
         load_format: str | None = None,
         flush_cache: bool = False,
     ) -> None:
-        """Load tensors that rank 0 of ``group_name`` broadcasts next, in this order."""
+        """Load the tensors that rank 0 of ``group_name`` broadcasts next, in this order."""
         headers = {
             "names": list(names),
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
@@ -104,14 +101,14 @@ class WeightVerbs:
         self._load("/update_weights_from_disk", what)
 
     def _load(self, path: str, payload: Mapping[str, Any]) -> None:
-        """Have the server load weights, which it may serve at once; arguments that are None stay away."""
+        """Make the server load weights, which it may serve immediately; arguments that are None are omitted."""
         self.post(path, {name: value for name, value in payload.items() if value is not None})
         self.unfinished_push = None
 
     def post_process_weights(
         self, restore_weights_before_load: bool = False, post_process_quantization: bool = False
     ) -> None:
-        """Undo or redo the engine's own repacking of quantized weights.  Stock SGLang does not have the endpoint."""
+        """Undo or redo the engine's repacking of quantized weights.  Stock SGLang does not have this endpoint."""
         undo, redo = restore_weights_before_load, post_process_quantization
         self.post("/post_process_weights", {"restore_weights_before_load": undo, "post_process_quantization": redo})
 
@@ -119,11 +116,11 @@ class WeightVerbs:
         """Return the version of the weights that the engine holds; ``"default"`` before the first update."""
         info = self._request("GET", "/model_info")
         if info is not None and not (isinstance(info, dict) and "weight_version" in info):
-            raise EngineError(f"engine {self.rank} tells no weight_version in /model_info: {str(info)[:200]!r}")
+            raise EngineError(f"engine {self.rank} has no weight_version in /model_info: {str(info)[:200]!r}")
         return None if info is None else info["weight_version"]
 
     def check_weights(self, action: str) -> None:
-        """Take a ``snapshot`` of the weights, overwrite them (``reset_tensors``), or ``compare`` them with it.
+        """Take a ``snapshot`` of the weights, overwrite them (``reset_tensors``), or ``compare`` with the snapshot.
 
         Raises:
             WeightSyncError: ``compare`` found differences.

@@ -32,7 +32,7 @@ DIGEST_THREADS = 4
 
 @functools.lru_cache(maxsize=4)
 def stored_names(folder: str) -> frozenset[str]:
-    """Return all tensor names in a checkpoint's files, including parts of quantized ones; empty without safetensors."""
+    """Return all tensor names in a checkpoint's files, with parts of quantized ones; empty without safetensors."""
     if not any(Path(folder).glob("*.safetensors")):
         return frozenset()
     with HfTensors(folder, verify=False) as tensors:

@@ -160,7 +160,7 @@ class ModelFamily:
         return kind if is_its_own else self.config_class
 
     def _count_experts(self, config: dict[str, Any]) -> None:
-        """Keep one key for the number of experts; for some families transformers saves several, some of them unread."""
+        """Keep one key for the number of experts; for some families transformers saves several, some unread."""
         counts = [config.pop(key) for key in sorted(EXPERT_COUNTS - {self.num_experts_key}) if key in config]
         if counts and counts[0] is not None:
             config.setdefault(self.num_experts_key, counts[0])

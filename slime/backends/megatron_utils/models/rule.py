@@ -110,7 +110,7 @@ class WeightMap:
         return self.own_mtp_prefix.format(index=index) or self.layer_prefix.format(layer=shape.num_layers + index)
 
     def together_with(self, hf_name: str, shape: ModelDims) -> tuple[str, ...]:
-        """Return the HF tensors, including this one, that must be sent in one call with it; empty if there are none."""
+        """Return the HF tensors that must be sent in one call, including this one; empty if it may be sent alone."""
         for modules in self.together if shape.has_query_latent else ():
             for module in modules:
                 prefix, found, rest = hf_name.partition(f".{module}.")
@@ -148,7 +148,7 @@ class WeightMap:
 
     @cached_property
     def _mtp_prefixes(self) -> dict[tuple[int, int], tuple[str, ...]]:
-        """Name prefixes by number of layers and first MTP layer, cached because a checkpoint may have 100,000 names."""
+        """Name prefixes by number of layers and first MTP layer; cached, because a checkpoint has 100,000 names."""
         return {}
 
     def part_of(self, hf_name: str) -> str | None:
