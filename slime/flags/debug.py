@@ -1,4 +1,4 @@
-"""Debugging: one half of the job alone, recorded and replayed data, checks in CI."""
+"""Debugging: running one half of the job, recording and replaying data, checks in CI."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_debug(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("debug", "Engines or trainer alone, and dumps of their data.")
+    group = parser.add_argument_group("debug", "Only engines or only the trainer, and dumps of their data.")
     group.add_argument("--debug-rollout-only", action="store_true", help="Start only the engines; no training.")
     group.add_argument(
         "--debug-train-only",
@@ -64,13 +64,13 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trust-debug-data",
         action="store_true",
-        help="Replay saved samples that hold objects of any class, such as those of a plug-in. The file can run code.",
+        help="Allow objects of any class, such as a plug-in's, in replayed samples. The file can then run code.",
     )
     group.add_argument(
         "--save-debug-train-data",
         type=file_path,
         metavar="TEMPLATE",
-        help="File for the data that each rollout was trained on, of all ranks; contains {rollout_id}.",
+        help="File for the train data of each rollout, from all ranks; contains {rollout_id}.",
     )
     group.add_argument(
         "--dump-details",
@@ -82,15 +82,19 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
         "--custom-config-path",
         type=file_path,
         metavar="YAML",
-        help="YAML file whose top-level keys become attributes of args, replacing flags; may hold settings of plug- "
-        "ins.",
+        help="YAML file whose top-level keys become attributes of args and override flags; it may hold settings of "
+        "plug-ins.",
     )
 
 
 def _add_ci(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("CI", "Checks that end a run when a number is wrong.")
+    group = parser.add_argument_group("CI", "Checks that end a run if a metric is wrong.")
     group.add_argument("--ci-test", action="store_true", help="Turn on the consistency checks of CI.")
-    group.add_argument("--ci-disable-kl-checker", action="store_true", help="Turn off the KL checks of --ci-test.")
+    group.add_argument(
+        "--ci-disable-kl-checker",
+        action="store_true",
+        help="Turn off the checks that ppo_kl, kl_loss and rollout/kl start at 0, which warn, or fail with --ci-test.",
+    )
     group.add_argument(
         "--ci-train-rollout-logprob-abs-diff-threshold",
         type=non_negative_float,
@@ -106,14 +110,14 @@ def _add_ci(parser: argparse.ArgumentParser) -> None:
 
 
 def check_modes(args: Namespace) -> Iterator[str]:
-    """Yield a message for a run of which nothing is left."""
+    """Yield a message if neither engines nor trainer would run."""
     if args.debug_rollout_only and args.debug_train_only:
         asked = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
         yield f"--debug-rollout-only and {asked} leave nothing to run; choose one of them."
 
 
 def template_problem(flag: str, template: str, fields: set[str]) -> str | None:
-    """Return what is wrong with the braces in the file name that a flag gives; None where nothing is."""
+    """Return the problem with the braces in a flag's file name; None if there is none."""
     allowed = " and ".join("{" + field + "}" for field in sorted(fields))
     try:
         parts = [part for part in string.Formatter().parse(template) if part[1] is not None]
@@ -128,7 +132,7 @@ def template_problem(flag: str, template: str, fields: set[str]) -> str | None:
 
 
 def check_dump_templates(args: Namespace) -> Iterator[str]:
-    """Yield one message for each file name whose braces cannot be filled, or that is used twice."""
+    """Yield one message per file name whose braces cannot be filled, or that is used twice."""
     is_written_once = args.num_rollout == 1 and args.eval_interval is None
     for name, fields in _TEMPLATE_FIELDS.items():
         template = getattr(args, name)
@@ -147,7 +151,7 @@ def check_dump_templates(args: Namespace) -> Iterator[str]:
 
 
 def derive_dumps(args: Namespace) -> None:
-    """Name both dumps of --dump-details."""
+    """Derive both dump files from --dump-details."""
     if args.dump_details is not None:
         args.save_debug_rollout_data = f"{args.dump_details}/rollout_data/{{rollout_id}}.pt"
         args.save_debug_train_data = f"{args.dump_details}/train_data/{{rollout_id}}.pt"
@@ -159,7 +163,6 @@ GROUP = FlagGroup(
     check=(check_modes, check_dump_templates),
     needs=(
         ("load_debug_rollout_data_subsample", "load_debug_rollout_data", "that says what is subsampled"),
-        ("ci_disable_kl_checker", "ci_test", "it belongs to the checks of that"),
         ("ci_save_grad_norm", "ci_test", "it belongs to the checks of that"),
         ("ci_load_grad_norm", "ci_test", "it belongs to the checks of that"),
     ),

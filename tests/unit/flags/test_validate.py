@@ -75,6 +75,7 @@ def test_one_answer_to_a_prompt_is_refused_where_nothing_else_teaches(make_args,
         (["--eval-function-path", FULLY_ASYNC, "--eval-prompt-data", "x", "y"], "which cannot evaluate"),
         (["--group-rm", "--eval-prompt-data", "x", "y"], "an evaluation each by itself"),
         (["--rollout-function-path", FULLY_ASYNC, "--max-staleness", "2"], None),
+        (["--ci-disable-kl-checker"], None),  # its checks warn without --ci-test, too
     ],
 )
 def test_impossible_combinations_are_refused(complaint, make_args, words, says):

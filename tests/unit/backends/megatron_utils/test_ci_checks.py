@@ -68,6 +68,7 @@ def test_every_run_is_warned_of_a_first_step_that_is_off_policy(caplog):
     assert "actor, rollout 5, step 0: ppo_kl is 0.001; at the first step" in message
     assert warnings_of(caplog, {"train_rollout_logprob_abs_diff": 9.0}) == []
     assert warnings_of(caplog, {"ppo_kl": 1.0}, keep_old_actor=True) == []
+    assert warnings_of(caplog, {"ppo_kl": 1.0}, ci_disable_kl_checker=True) == []
     assert warnings_of(caplog, {"ppo_kl": 1.0}, loss_type="custom_loss") == []
 
 
