@@ -1,6 +1,6 @@
-"""The flags that slime owns, one file for each group.
+"""The flags that slime owns, one file per group.
 
-A file declares the flags of its group (``add_*_arguments``), fills in what follows from them (``derive_*``), says what
-cannot work (``check_*``), and gives the config that code below takes (``*_config``).  A ``FlagGroup`` holds the first
-three; those of the core are listed in slime/flags/parse.py.
+A file declares the flags of its group (``add_*_arguments``), derives further values (``derive_*``), checks
+combinations (``check_*``), and builds the configs of lower layers (``*_config``).  A ``FlagGroup`` combines the first
+three; slime/flags/parse.py lists the core's groups.
 """

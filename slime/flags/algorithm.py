@@ -28,9 +28,9 @@ class LossType:
 
     summary: str
     needs_advantages: bool = False
-    """It cannot do without ``compute_advantages_and_returns``."""
+    """It needs ``compute_advantages_and_returns``."""
     of_critic: bool = False
-    """Chosen by the role and not by the flag."""
+    """It is chosen by the role, not by ``--loss-type``."""
 
 
 LOSS_TYPES: Registry[LossType] = Registry(
@@ -54,14 +54,14 @@ def add_algorithm_arguments(parser: argparse.ArgumentParser) -> None:
     _add_kl(parser)
     _add_off_policy(parser)
     parser.set_defaults(  # for extensions
-        frozen_policies=(),  # each a FrozenPolicy, beside the actor and its reference
-        advantage_terms=(),  # in words, what is added to the advantages, and makes them read the old log-probs
+        frozen_policies=(),  # FrozenPolicy objects, in addition to the actor and its reference
+        advantage_terms=(),  # in words: terms added to the advantages, which make them read the old log-probs
         named_columns={},  # column of the train data -> arguments of slime.train_data.convert.named_entry
     )
 
 
 def _add_loss(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("loss", "The loss that an optimizer step minimises.")
+    group = parser.add_argument_group("loss", "The loss that an optimizer step minimizes.")
     group.add_argument("--loss-type", choices=ACTOR_LOSS_TYPES, default="policy_loss", help="The loss to train with.")
     group.add_argument(
         "--eps-clip",
@@ -84,8 +84,8 @@ def _add_loss(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--calculate-per-token-loss",
         action="store_true",
-        help="Average the loss over all trained tokens of the batch, instead of over samples of their token means. A "
-        "sample without a trained token counts as one token.",
+        help="Average the loss over all trained tokens of the batch, instead of averaging the token means of "
+        "responses (samples cut from one response count as one). A sample without trained tokens counts as one token.",
     )
     group.add_argument(
         "--use-rollout-entropy",
@@ -124,7 +124,7 @@ def _add_advantages(parser: argparse.ArgumentParser) -> None:
         dest="rewards_normalization",
         action="store_false",
         default=True,
-        help="Use rewards as they are, without normalising them within the group.",
+        help="Use rewards as they are, without normalizing them within the group.",
     )
     group.add_argument(
         "--num-critic-only-steps",
@@ -150,7 +150,7 @@ def _add_kl(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ref-update-interval",
         type=positive_int,
-        help="Copy the actor into the reference model every so many rollouts. A resumed run reads the copy from the "
+        help="Copy the actor to the reference model every this many rollouts. A resumed run reads the copy from the "
         "checkpoint of that rollout; without one the reference is --ref-load again.",
     )
 
@@ -201,34 +201,34 @@ def _add_off_policy(parser: argparse.ArgumentParser) -> None:
 
 
 class FrozenPolicy(NamedTuple):
-    """A policy that the trainer keeps beside the actor, to read its log-probs of each rollout."""
+    """A policy that the trainer keeps besides the actor, to compute its log-probs of each rollout."""
 
     tag: str
-    """Of its weights; see ``ModelSwitch``."""
+    """Tag of its weights, see ``ModelSwitch``."""
     load_arg: str
     """Attribute of the flag that gives the folder, for messages."""
     folder: str
     step_arg: str
     """Attribute of the flag that gives the step, for messages."""
     step: int | None
-    """Iteration of a Megatron checkpoint there; None for the latest."""
+    """Iteration of a Megatron checkpoint in the folder; None for the latest."""
     timer: str
-    """Of its passes over a rollout."""
+    """Timer of its passes over a rollout."""
 
 
 def derive_algorithm(args: Namespace) -> None:
-    """Fill in the defaults that follow from other flags of the loss."""
+    """Derive defaults from other flags of the loss."""
     if args.eps_clip_high is None:
         args.eps_clip_high = args.eps_clip
     if args.n_samples_per_prompt == 1 and args.grpo_std_normalization:
-        # One sample has no deviation to divide by.
+        # A single sample has no standard deviation to divide by.
         args.grpo_std_normalization = False
     if args.use_routing_replay is None:
         args.use_routing_replay = args.use_rollout_routing_replay
 
 
 def check_algorithm(args: Namespace) -> Iterator[str]:
-    """Yield one message for each setting of the loss, or of a correction, that cannot work."""
+    """Yield one message per invalid setting of the loss or of a correction."""
     if (args.loss_type == "custom_loss") != (args.custom_loss_function_path is not None):
         yield (
             f"--loss-type is {args.loss_type} and --custom-loss-function-path is {args.custom_loss_function_path}; "
@@ -265,12 +265,12 @@ def check_algorithm(args: Namespace) -> Iterator[str]:
 
 
 def uses_reference(args: Namespace) -> bool:
-    """Return True when the loss or the rewards measure the distance to a reference model."""
+    """Return True if the loss or the rewards measure the distance to a reference model."""
     return bool(args.use_kl_loss or args.kl_coef != 0)
 
 
 def advise_algorithm(args: Namespace) -> None:
-    """Log settings that work, but may not be what was meant."""
+    """Log settings that are valid, but may not be intended."""
     if args.use_critic and args.num_rollout is not None and 0 < args.num_rollout <= args.num_critic_only_steps:
         logger.warning(
             "--num-critic-only-steps %d of %d rollouts: the actor never trains.",
@@ -300,7 +300,7 @@ def advise_algorithm(args: Namespace) -> None:
 
 
 def check_groups_of_one(args: Namespace) -> Iterator[str]:
-    """Yield a message for groups of one: measured against itself, a sample teaches nothing."""
+    """Yield a message for groups of one: compared only with itself, a sample has an advantage of 0."""
     is_training = not (args.debug_rollout_only or args.debug_train_only or args.num_rollout == 0)
     if not is_training or args.n_samples_per_prompt > 1 or args.loss_type != "policy_loss":
         return

@@ -1,9 +1,9 @@
-"""Checkpoints: where weights come from and go to, from which of them a run starts, and what a folder holds.
+"""Checkpoints: the folders that weights are loaded from and saved to, a run's starting point, and a folder's content.
 
-Folders are told apart by their files alone; nothing is loaded.  Beside the checkpoints of ``--save`` lies the last
-weight version of the run, from which the same command counts on: counted from the rollout alone, a push that was
-repeated would leave samples in the ledger whose version comes again for other weights, and which look younger than
-they are (``--max-staleness``).
+Folders are recognized by their files alone; nothing is loaded.  ``--save`` also holds the last weight version of the
+run, from which a resumed run continues.  If versions were counted from the rollout alone, repeated pushes would reuse
+versions of samples in the ledger for other weights, and these samples would look younger than they are
+(``--max-staleness``).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from slime.utils.files import (
 logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""Written last by a save: its presence means that the save it names is complete."""
+"""Tracker file, written last by a save: the save that it names is complete."""
 VERSION_REMEDY = "Remove it to count versions from the rollout."
 LFS_NOTE = b"version https://git-lfs"
-"""Beginning of the pointer that git-lfs leaves in place of a large file."""
+"""Start of the pointer file that git-lfs leaves in place of a large file."""
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "preprocessor_config.json")
-"""Files beside config.json that transformers reads later."""
+"""Files next to config.json that transformers reads later."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 READ_SUFFIXES = (".json", ".txt", ".model", ".jinja", *WEIGHT_SUFFIXES)
 MAX_TRACKER_BYTES = 4096
-"""Of a file that names an iteration."""
+"""Size limit of a tracker file."""
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,8 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("checkpoints", "Sources of the initial weights, and saves.")
     group.add_argument(
         "--model-name",
-        help="Model type that decides the names of exported weights. Default: that of --hf-checkpoint's config.json.",
+        help="Model type that determines the names of exported weights. Default: that of --hf-checkpoint's "
+        "config.json.",
     )
     group.add_argument(
         "--hf-checkpoint",
@@ -62,8 +63,8 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         "--ref-load",
         type=file_path,
         metavar="DIR",
-        help="Checkpoint of the reference model (Megatron or Hugging Face); the actor also starts from it when "
-        "--load is empty. Default: --hf-checkpoint, unless --load begins with other weights.",
+        help="Checkpoint of the reference model (Megatron or Hugging Face). The actor also starts from it if --load "
+        "has no save. Default: --hf-checkpoint, unless --load holds other initial weights.",
     )
     group.add_argument(
         "--ref-ckpt-step",
@@ -79,7 +80,7 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--save", type=file_path, metavar="DIR", help="Folder for checkpoints, the position in the data, and metrics."
     )
-    group.add_argument("--save-interval", type=positive_int, help="Save every so many rollouts.")
+    group.add_argument("--save-interval", type=positive_int, help="Save every this many rollouts.")
     group.add_argument(
         "--async-save", action="store_true", help="Write checkpoints in the background while training continues."
     )
@@ -87,32 +88,32 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-verify-checkpoint",
         dest="verify_checkpoint",
         action="store_false",
-        help="Load weights without comparing them with the digests that lie beside them (digests.json).",
+        help="Load weights without verifying them against their digests (digests.json).",
     )
     group.add_argument(
         "--keep-last",
         type=positive_int,
         default=None,
         metavar="N",
-        help="Remove older checkpoints when a save counts: the newest N stay. Default: all stay.",
+        help="Keep only the newest N checkpoints; older ones are removed after each complete save. Default: keep all.",
     )
     group.add_argument("--no-save-optim", action="store_true", default=False, help="Save no optimizer state.")
     group.add_argument(
         "--save-hf",
         type=file_path,
         metavar="TEMPLATE",
-        help="Folder for a Hugging Face export with each save; {rollout_id} in it is replaced. hub:ORG/NAME: a "
-        "repository that gets each of them as a commit.",
+        help="Folder for a Hugging Face export with each save; {rollout_id} is replaced. hub:ORG/NAME commits each "
+        "export to that repository.",
     )
 
 
 def derive_starting_point(args: Namespace) -> None:
-    """Go on from --load when a run saved there; else start anew, from a converted model there or the reference.
+    """Resume from --load if a run saved there; otherwise start from a converted model in --load, or the reference.
 
-    The reference is --hf-checkpoint unless --ref-load names one, or --load other weights to begin with.
+    The reference is --hf-checkpoint, unless --ref-load is given or --load holds other initial weights.
     """
-    args.earlier_load = None  # --load of a run that went on, once its trainer goes on from --save
-    is_file = args.load is not None and Path(args.load).is_file()  # left for the check to name
+    args.earlier_load = None  # --load of a resumed run, once its trainer continues from --save
+    is_file = args.load is not None and Path(args.load).is_file()  # the check reports it
     is_model = is_huggingface_folder(args.load) or is_release(args.load) or is_file
     if args.ref_load is None and not is_model:
         args.ref_load = args.hf_checkpoint
@@ -130,7 +131,7 @@ def derive_starting_point(args: Namespace) -> None:
 
 
 def advise_saves(args: Namespace) -> None:
-    """Log a folder for checkpoints that stays empty."""
+    """Log if the folder for checkpoints stays empty."""
     if args.save is not None and args.save_interval is None and not args.debug_rollout_only:
         logger.warning("--save is given without --save-interval: no checkpoint will be written.")
 
@@ -141,18 +142,18 @@ class CheckpointFolder:
 
     kind: Literal["megatron", "huggingface"]
     iteration: int | Literal["release"] | None
-    """Iteration that the tracker names; None for a Hugging Face folder."""
+    """Iteration to load; None for a Hugging Face folder."""
     folder: Path
-    """Of the files."""
+    """Folder of the files."""
 
 
 def has_finished_save(folder: str | None) -> bool:
-    """Return True when a Megatron save was completed in ``folder``."""
+    """Return True if ``folder`` has a complete Megatron save."""
     return folder is not None and ((Path(folder) / TRACKER).is_file() or is_iteration_folder(folder))
 
 
 def is_release(folder: str | None) -> bool:
-    """Return True when ``folder`` holds a converted model, which no run has trained yet."""
+    """Return True if ``folder`` holds a converted model that no run has trained yet."""
     if folder is None:
         return False
     tracker = Path(folder) / TRACKER
@@ -167,9 +168,9 @@ def is_iteration_folder(folder: str) -> bool:
 
 
 def is_huggingface_folder(folder: str | None) -> bool:
-    """Return True when ``folder`` holds a Hugging Face model.
+    """Return True if ``folder`` holds a Hugging Face model.
 
-    A run that has ended before its first save leaves a config.json, too: of its record, with its events beside it.
+    A run that ended before its first save also leaves a config.json: that of its record, next to its events.
     """
     files = "config.json", "events.jsonl"
     return folder is not None and [(Path(folder) / name).is_file() for name in files] == [True, False]
@@ -178,18 +179,18 @@ def is_huggingface_folder(folder: str | None) -> bool:
 def inspect_checkpoint(
     folder: str | None, flag: str, step: int | None = None, *, step_flag: str = "--ckpt-step"
 ) -> CheckpointFolder:
-    """Return what ``folder`` holds.
+    """Return the checkpoint in ``folder``.
 
     Args:
-        folder: the value of ``flag``; None where it is not given.
+        folder: the value of ``flag``; None if it is not given.
         flag: named in errors.
-        step: the iteration wanted; None takes the tracker's.
+        step: the iteration to load; None takes the tracker's.
         step_flag: the flag of ``step``, named in errors.
 
     Raises:
-        ConfigError: the flag is not given, the folder is missing, holds no checkpoint, or the save that is wanted is
-            not whole.
-        DataError: ``folder`` is a save that is not whole.
+        ConfigError: the flag is not given; the folder is missing or has no checkpoint; or the requested save is
+            incomplete.
+        DataError: ``folder`` is itself a save that is incomplete.
     """
     if folder is None:
         raise ConfigError(f"{flag} is not given. Name a Megatron or a Hugging Face checkpoint.")
@@ -224,10 +225,10 @@ def inspect_checkpoint(
 
 
 def read_tracker(file: Path, flag: str) -> int | Literal["release"]:
-    """Return the iteration that a tracker file names.
+    """Return the iteration in a tracker file.
 
     Raises:
-        ConfigError: it holds neither a number nor the word release.
+        ConfigError: it contains neither a number nor the word release.
     """
     try:
         text = read_outside_file(file, max_bytes=MAX_TRACKER_BYTES).decode(errors="replace").strip()
@@ -244,12 +245,12 @@ def read_tracker(file: Path, flag: str) -> int | Literal["release"]:
 
 
 def check_huggingface_folder(folder: str, flag: str, *, weights: bool = True) -> dict[str, Any]:
-    """Return the config of a Hugging Face folder whose files are all there.
+    """Check that a Hugging Face folder is complete, and return its config.
 
     Args:
         folder: the value of ``flag``.
         flag: named in errors.
-        weights: also look for the weight files; without, config and tokenizer suffice.
+        weights: also check the weight files; if False, config and tokenizer suffice.
 
     Raises:
         ConfigError: a file is missing or malformed.
@@ -280,7 +281,7 @@ def check_huggingface_folder(folder: str, flag: str, *, weights: bool = True) ->
 
 
 def _check_are_files(path: Path, flag: str) -> None:
-    """Refuse links out of the folder, pipes and devices among what transformers opens by itself."""
+    """Reject links out of the folder, pipes and devices among the files that transformers opens."""
     for file in sorted(file for file in path.iterdir() if file.suffix in READ_SUFFIXES and not file.is_dir()):
         try:
             check_inside(file)
@@ -318,7 +319,7 @@ def _check_weight_files(path: Path, flag: str) -> None:
 
 
 def _check_fetched(files: Iterable[Path], flag: str) -> None:
-    """Refuse the notes of three lines that a clone without git-lfs has in the place of large files."""
+    """Reject the three-line pointer files that a clone without git-lfs has in place of large files."""
     for file in files:
         if not file.is_file():
             raise ConfigError(f"{flag}: {file} is a folder or a device, not a file; download the model again.")
@@ -336,7 +337,7 @@ def _version_path(folder: str) -> Path:
 
 
 def version_before(args: Namespace, start_rollout_id: int) -> int:
-    """Return the version from which a trainer that goes on with ``start_rollout_id`` counts its pushes.
+    """Return the version from which a trainer that continues with ``start_rollout_id`` counts its pushes.
 
     Raises:
         DataError: the file of ``--load`` or ``--save`` is damaged.
@@ -351,25 +352,25 @@ def version_before(args: Namespace, start_rollout_id: int) -> int:
             raise DataError(
                 f"{path} says version {last!r} of rollout {rollout_id!r}; both must be numbers. {VERSION_REMEDY}"
             )
-        # The weights after the same rollout are the same, and keep their version.
+        # Weights after the same rollout are equal and keep their version.
         version = max(version, last - (rollout_id == start_rollout_id - 1))
     return version
 
 
 class VersionCount:
-    """The versions of a run as its driver counts them: at least as high as its trainer's."""
+    """The driver's count of weight versions, which is at least as high as the trainer's."""
 
     number = 0
-    """Of the last push."""
+    """Version of the last push."""
     rollout_id = -1
     """The last rollout that the weights were trained on."""
 
     def start(self, args: Namespace, start_rollout_id: int) -> None:
-        """Count on as a trainer that goes on with ``start_rollout_id``."""
+        """Continue counting like a trainer that continues with ``start_rollout_id``."""
         self.number, self.rollout_id = version_before(args, start_rollout_id), start_rollout_id - 1
 
     def count(self, folder: str | None) -> None:
-        """Count a push, before any engine gets its version; ``folder``: of ``--save``."""
+        """Count a push before any engine gets its version.  ``folder`` is ``--save``."""
         self.number += 1
         if folder is not None:
             content = json.dumps({"version": self.number, "rollout": self.rollout_id}).encode()

@@ -1,4 +1,4 @@
-"""Cluster: which GPUs exist and who owns them, and deadlines of the job.
+"""Cluster: the GPUs of the job, their division between trainer and engines, and deadlines.
 
 Training owns ``A = actor_num_nodes * actor_num_gpus_per_node`` GPUs, the engines ``rollout_num_gpus``.  With
 ``--colocate`` both are the same GPUs and take turns.
@@ -37,11 +37,11 @@ RUNTIME_FACTS = frozenset(
         *("run_folder", "tb_experiment_name", "wandb_run_id"),
     }
 )
-"""Attributes that only the running job knows (``record_runtime`` sets them); None until then."""
+"""Attributes known only to the running job: None until ``record_runtime`` sets them."""
 
 
 class GpuPlan(NamedTuple):
-    """The number of GPUs the job takes, and the first of the engines' part."""
+    """The number of GPUs of the job, and the index of the engines' first GPU."""
 
     num_gpus: int
     rollout_offset: int
@@ -77,7 +77,7 @@ def plan_gpus(args: Namespace) -> GpuPlan:
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the cluster group to ``parser``; args of a run that only is planned here have ``runs_here`` False."""
+    """Add the cluster group to ``parser``; ``runs_here`` is False for a run that is only planned here."""
     parser.set_defaults(runs_here=True, spare_nodes=0)
     group = parser.add_argument_group("cluster", "GPUs of the trainer and of the engines, and deadlines.")
     group.add_argument("--actor-num-nodes", type=gpu_count, default=1, help="Nodes the trainer runs on.")
@@ -100,7 +100,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--offload",
         action=argparse.BooleanOptionalAction,
-        help="Same as --offload-train and --offload-rollout, where they are not given themselves.",
+        help="Sets --offload-train and --offload-rollout, unless they are given themselves.",
     )
     group.add_argument(
         "--offload-train",
@@ -110,8 +110,8 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--offload-train-if-needed",
         action="store_true",
-        help="With --offload-train: the trainer stays on the GPU where the engines have room beside it, which is "
-        "measured after each rollout. Needs --sglang-mem-fraction-static.",
+        help="With --offload-train: keep the trainer on the GPU if the engines fit beside it, which is measured after "
+        "each rollout. Needs --sglang-mem-fraction-static.",
     )
     group.add_argument(
         "--offload-rollout",
@@ -150,7 +150,7 @@ def _add_deadlines(group: argparse._ArgumentGroup) -> None:
         type=wait_s,
         default=600.0,
         help="Seconds that a plug-in may block the event loop of the rollout (a generate function or grader that does "
-        "not await) before the run ends and names it. The log names it after 10 s.",
+        "not await) before the run ends with an error that names it. The log names it after 10 s.",
     )
     group.add_argument(
         "--train-timeout-s", type=wait_s, default=21600.0, help="Seconds one training step, save or load may take."
@@ -162,16 +162,16 @@ def _add_deadlines(group: argparse._ArgumentGroup) -> None:
         "--shutdown-timeout-s",
         type=wait_s,
         default=20.0,
-        help="Seconds for engines, routers and trainers to end before they are killed.",
+        help="Seconds that engines, routers and trainers get to exit before they are killed.",
     )
 
 
 NODE_GPUS = 8
-"""GPUs of a node that --debug-rollout-only fills before it takes another."""
+"""GPUs per node with --debug-rollout-only, which fills a node before it uses another."""
 
 
 def has_cuda() -> bool:
-    """Return True when this process can see a CUDA GPU."""
+    """Return True if this process can use a CUDA GPU."""
     import torch
 
     with warnings.catch_warnings():
@@ -180,12 +180,12 @@ def has_cuda() -> bool:
 
 
 def is_for_cuda(runs_here: bool) -> bool:
-    """Return True where the run has GPUs, as every run has that is only planned here."""
+    """Return True if the run has GPUs; a run that is only planned here always has."""
     return has_cuda() or not runs_here
 
 
 def derive_roles(args: Namespace) -> None:
-    """Say which parts the job has; PPO's critic has the size of the actor."""
+    """Derive whether the job has engines, a trainer and a critic, which has the actor's size."""
     for name in RUNTIME_FACTS - vars(args).keys():
         setattr(args, name, None)
     args.rollout_external = args.rollout_external_engine_addrs is not None
@@ -201,20 +201,20 @@ def derive_roles(args: Namespace) -> None:
 
 
 def derive_for_extensions(args: Namespace) -> None:
-    """Set what extensions change, as it is without them."""
+    """Set the defaults of attributes that extensions change."""
     args.engine_plugins, args.weight_loaders, args.engine_settings = [], [], {}
     args.push_sends_model = True  # False: the engines' weights stay those of --hf-checkpoint
-    args.reference_in_actor = False  # True: the actor's frozen weights are the reference
+    args.reference_in_actor = False  # True: the actor's frozen weights serve as the reference
     args.restarts_trainer = False
-    args.lr_factors = {}  # pattern of names of parameters -> factor of their learning rates
-    args.tower_dims = None  # fields of TowerDims, where the model has a tower
-    # Secrets in the environment that the flags now have: in every process's, model-written code would see them.
+    args.lr_factors = {}  # pattern of parameter names -> factor of their learning rates
+    args.tower_dims = None  # fields of TowerDims, if the model has a vision tower
+    # Secrets that were moved from the environment to the flags: model-written code could read them in any process.
     args.driver_variables = []
     args.state_copy_interval = None  # rollouts between two copies of a rank's state that outlive it
 
 
 def derive_cluster(args: Namespace) -> None:
-    """Fill in who owns which GPUs, and which side offloads while the other works; ``offload`` itself goes."""
+    """Derive the division of GPUs, and which side offloads while the other works; removes ``offload``."""
     if args.distributed_backend is None:
         args.distributed_backend = "nccl" if is_for_cuda(args.runs_here) else "gloo"
     for side in ("offload_train", "offload_rollout"):
@@ -252,7 +252,7 @@ def derive_cluster(args: Namespace) -> None:
 
 
 def check_gpus(args: Namespace) -> Iterator[str]:
-    """Yield one message for each number of GPUs or nodes that cannot work."""
+    """Yield one message per invalid number of GPUs or nodes."""
     actor_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     if actor_gpus == 0 and not args.debug_rollout_only:
         yield (
@@ -301,7 +301,7 @@ def check_gpus(args: Namespace) -> Iterator[str]:
 
 
 def advise_idle_gpus(args: Namespace) -> None:
-    """Log GPUs whose engines wait while the trainer works."""
+    """Log GPUs whose engines idle while the trainer works."""
     trainer = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.colocate and (args.rollout_num_gpus or 0) > trainer:
         logger.warning(
@@ -323,11 +323,11 @@ _NOT_WITH = {
         "keep_old_actor": "trains the weights that generated the rollout, not later ones: drop it",
     },
 }
-"""Program -> flags that its order of steps does not allow, and why."""
+"""Program -> flags that its loop does not support, and why."""
 
 
 def check_loop(args: Namespace, program: str) -> None:
-    """Refuse what the loop of ``train.py`` or ``train_async.py`` cannot do.
+    """Reject flags that the loop of ``train.py`` or ``train_async.py`` does not support.
 
     Raises:
         ConfigError: names the flag.

@@ -1,8 +1,8 @@
-"""Configs from a namespace: the one place that reads ``args`` with defaults.
+"""Builds configs from a namespace; the only place that reads ``args`` with defaults.
 
 ``args`` from ``parse_args`` is complete, and code that gets it reads ``args.x``.  Plug-ins and tests may call an entry
-point with their own small namespace; such an entry point asks for the config of its group of flags, in which what
-the namespace lacks has the default of the flag.
+point with a partial namespace.  Such an entry point builds the config of its flag group, in which missing attributes
+have the defaults of their flags.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def read_config(config_class: type[Config], args: Any, *groups: AddFlags) -> Con
     Args:
         config_class: a frozen dataclass.
         args: a namespace, complete or not.
-        groups: what declares the flags.  An attribute that is missing has the default of its flag; where the flag has
-            none, or no flag has that name (a plug-in's path, a flag of the engines), that of the field.
+        groups: functions that declare the flags.  A missing attribute has the default of its flag, or that of the
+            field if the flag has no default or there is no such flag (a plug-in's path, a flag of the engines).
 
     Raises:
-        TypeError: a field that neither ``args`` nor a flag nor the class gives a value.
+        TypeError: neither ``args`` nor a flag nor the class gives a value for a field.
     """
     values = {}
     for name, default in _fields_of(config_class):  # type: ignore[arg-type]
@@ -37,7 +37,7 @@ def read_config(config_class: type[Config], args: Any, *groups: AddFlags) -> Con
         if value is _MISSING:
             value = next((d[name] for group in groups if name in (d := flag_defaults(group))), _MISSING)
             if value is None and default is not dataclasses.MISSING:
-                value = _MISSING  # a flag that must be given
+                value = _MISSING  # a required flag
         if value is not _MISSING:
             values[name] = value
     return config_class(**values)
@@ -50,7 +50,7 @@ def _fields_of(config_class: Any) -> tuple[tuple[str, Any], ...]:
 
 @functools.cache
 def flag_defaults(group: AddFlags) -> Mapping[str, Any]:
-    """Return attribute -> default, of every flag that ``group`` declares."""
+    """Return attribute -> default for every flag that ``group`` declares."""
     parser = argparse.ArgumentParser(add_help=False)
     group(parser)
     return MappingProxyType(vars(parser.parse_args([])))
@@ -58,9 +58,9 @@ def flag_defaults(group: AddFlags) -> Mapping[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackendFlags:
-    """Flags of the engines and of Megatron that slime's own rules look at.
+    """Flags of the engines and of Megatron that slime's own checks read.
 
-    They have the values of this class where they were not parsed: the engines' flags in a run without engines.
+    Flags that were not parsed (the engines' in a run without engines) have the defaults of this class.
     """
 
     sglang_config: str | None = None
@@ -79,5 +79,5 @@ class BackendFlags:
 
 
 def backend_flags(args: Any) -> BackendFlags:
-    """Return the flags of the engines and of Megatron that slime's own rules look at."""
+    """Return the flags of the engines and of Megatron that slime's own checks read."""
     return read_config(BackendFlags, args)

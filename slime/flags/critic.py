@@ -1,14 +1,14 @@
-"""The critic's args: the command line, with the critic's overrides of ``--megatron-config-path`` laid over it.
+"""The critic's args: the command line, overridden by the critic's entry in ``--megatron-config-path``.
 
-They are complete args of their own, ``args.critic_args`` (None without a critic), derived and checked like the
-actor's, because a critic may have another model, learning rate or layout.  What belongs to the run as a
-whole, engines, data and evaluation, is the actor's.
+They are complete args, ``args.critic_args`` (None without a critic), derived and checked like the actor's, because a
+critic may have another model, learning rate or layout.  Settings of the whole run (engines, data, evaluation) are the
+actor's.
 
-Where a critic starts:
+A critic starts
 
-* the run begins:   from the weights in its ``load``, else its ``ref_load``, else what the actor starts from;
-* the run resumes after rollout k:  from ``iter_k`` of its own saves, ``{--load}/critic`` unless ``load`` says another
-  folder; when that has no save, from the weights in ``ref_load``, but only where the critic has one of its own.
+* in a new run: from the weights in its ``load``, or else its ``ref_load``, or else the actor's starting point;
+* in a run that resumes after rollout k: from ``iter_k`` of its own saves, in ``{--load}/critic`` unless its ``load``
+  is set.  If that has no save, it starts from the weights in ``ref_load``, but only if the critic's entry sets one.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ from slime.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 FOLDER = "critic"
-"""Of the critic's checkpoints, in the folder of the actor's."""
+"""Subfolder for the critic's checkpoints in the folder of the actor's."""
 
 ALWAYS: dict[str, Any] = {
-    # Its returns are of the reward alone: it trains before the actor has log-probs to compare.
+    # Its returns contain only the reward: it trains before the actor has log-probs to compare.
     "kl_coef": 0.0,
     "use_kl_loss": False,
     "custom_advantage_function_path": None,
     # No vocabulary projection: nothing to draft with, nothing to export.
     "enable_mtp_training": False,
     "save_hf": None,
-    # One set of weights, and a forward pass whose routing no loss compares with another's.
+    # One set of weights, and no loss that compares the routing of two passes.
     "keep_old_actor": False,
     "ref_update_interval": None,
     "use_routing_replay": False,
     "use_rollout_routing_replay": False,
 }
-"""Attributes of every critic, whatever the flags say."""
+"""Attributes that every critic has, whatever the flags."""
 
 ALWAYS_OF_ITS_MODEL: dict[str, Any] = {"untie_embeddings_and_output_weights": True, "mtp_num_layers": None}
-"""The same, set once the flags have been compared with the HF config, which describes the language model."""
+"""Further such attributes, set after the flags have been compared with the HF config of the language model."""
 
 UNLESS_OVERRIDDEN: dict[str, Any] = {"disable_param_buffers_cpu_backup": False}
-"""Attributes of a critic without overrides: nothing else keeps its weights while it sleeps."""
+"""Defaults that only overrides change.  Nothing else keeps a critic's weights while it sleeps."""
 
 _SCHEDULE = (
     *("micro_batch_size", "use_dynamic_batch_size", "max_tokens_per_gpu", "balance_data", "balance_by_flops"),
     *("global_batch_size", "num_steps_per_rollout", "rollout_batch_size", "n_samples_per_prompt"),
     *("num_rollout", "num_epoch"),
 )
-"""Flags that say how many rollouts there are and how one is cut into micro-batches, which is done once for both."""
+"""Flags for the number of rollouts and their division into micro-batches, which is shared by both roles."""
 
 
 def critic_flags(args: Namespace, parser: Parser) -> Namespace:
-    """Return the critic's flags, nothing derived yet; call it before the actor's overrides are set on ``args``.
+    """Return the critic's flags before any derivation.  Call it before the actor's overrides are set on ``args``.
 
     Raises:
-        ConfigError: the file of ``--megatron-config-path`` is wrong.
+        ConfigError: the file of ``--megatron-config-path`` is invalid.
     """
     critic = copy.deepcopy(args)
     vars(critic).update(UNLESS_OVERRIDDEN)
@@ -76,15 +76,15 @@ def critic_flags(args: Namespace, parser: Parser) -> Namespace:
 
 
 def resolve_critic(critic: Namespace, args: Namespace, groups: Iterable[FlagGroup]) -> None:
-    """Complete the critic's flags, as far as slime's own rules go.
+    """Derive the critic's flags, except those of the backends.
 
     Args:
-        critic: what ``critic_flags`` gave; changed in place.
-        args: of the actor, resolved.
-        groups: what derives.
+        critic: result of ``critic_flags``; changed in place.
+        args: the actor's args, resolved.
+        groups: the flag groups that derive values.
 
     Raises:
-        ConfigError: an override asks for a feature that does not exist yet.
+        ConfigError: an override requests a feature that does not exist yet.
     """
     given: dict[str, Any] = critic.role_overrides
     if not any(given.get(name) for name in ("fp32", "bf16", "fp16")):
@@ -108,13 +108,13 @@ def resolve_critic(critic: Namespace, args: Namespace, groups: Iterable[FlagGrou
 def parse_megatron_role_args(
     args: Namespace, megatron_config_path: str | None, role: str, parser: Parser
 ) -> Namespace:
-    """Return the args of a role: a copy of ``args`` with what the file says of it laid over.
+    """Return the args of a role: a copy of ``args`` with the role's overrides in the file.
 
-    For drivers that start trainers themselves.  The roles of ``--megatron-config-path`` are complete already:
-    ``args`` are the actor's, ``args.critic_args`` the critic's.
+    For drivers that start trainers themselves.  After ``parse_args`` both roles are complete already: ``args`` is the
+    actor's, ``args.critic_args`` the critic's.
 
     Raises:
-        ConfigError: there is no such role, or the file is wrong.
+        ConfigError: there is no such role, or the file is invalid.
     """
     if role not in ROLES:
         raise ConfigError(f"the role {role!r} is asked for; it must be {' or '.join(ROLES)}.")
@@ -132,7 +132,7 @@ def parse_megatron_role_args(
 
 
 def set_always(critic: Namespace, settings: Mapping[str, Any]) -> None:
-    """Set what every critic is, and log overrides that say otherwise."""
+    """Set attributes that every critic has, and log overrides that differ."""
     for name, value in settings.items():
         if critic.role_overrides.get(name, value) != value:
             logger.warning(
@@ -150,7 +150,7 @@ def _starting_point(critic: Namespace, args: Namespace) -> None:
         _start_from_weights(critic, own_start or args.load, args.ckpt_step if own_start is None else None)
         return
     if args.load is None:
-        return  # there is nothing to start from; the check of the actor's files says so
+        return  # there is nothing to start from; the check of the actor's files reports it
     root = Path(args.load).parent if is_iteration_folder(args.load) else Path(args.load)
     folder = given.get("load") or str(root / FOLDER)
     if (start := given.get("ref_load")) and not has_finished_save(folder):
@@ -170,10 +170,10 @@ def _start_from_weights(critic: Namespace, folder: str, step: int | None) -> Non
 
 
 def iteration_of(load: str, ckpt_step: int | None) -> int | None:
-    """Return the iteration that an actor resumes from by --load and --ckpt-step; None where the folder does not say.
+    """Return the iteration from which an actor resumes with --load and --ckpt-step; None if the folder has none.
 
     Raises:
-        ConfigError: it says something that is no iteration.
+        ConfigError: the tracker file is invalid.
     """
     if ckpt_step is not None:
         return ckpt_step
@@ -185,7 +185,7 @@ def iteration_of(load: str, ckpt_step: int | None) -> int | None:
 
 
 def check_critic_flags(args: Namespace) -> Iterator[str]:
-    """Yield one message for each setting of the critic that cannot work."""
+    """Yield one message per invalid setting of the critic."""
     if not args.use_critic and args.num_critic_only_steps:
         yield (
             f"--num-critic-only-steps is {args.num_critic_only_steps}, and --advantage-estimator "
@@ -212,10 +212,10 @@ def check_critic_flags(args: Namespace) -> Iterator[str]:
 
 
 def check_critic_layout(args: Namespace) -> None:
-    """Refuse layouts in which actor and critic would not share the work alike.
+    """Check that actor and critic distribute samples over their ranks in the same way.
 
     Raises:
-        ConfigError: the critic's ranks would not train on the samples that the actor's need values of.
+        ConfigError: the critic's ranks would not have the samples whose values the actor's ranks need.
     """
     critic = args.critic_args
     names = ["data_parallel_size", "context_parallel_size", "virtual_pipeline_model_parallel_size"]
@@ -232,10 +232,10 @@ def check_critic_layout(args: Namespace) -> None:
 
 
 def check_critic_files(args: Namespace) -> None:
-    """Refuse a critic whose starting point is not there.
+    """Check that the critic's starting point exists.
 
     Raises:
-        ConfigError: it is not; with what to do for a run that had no critic so far.
+        ConfigError: it does not; the message says what to do for a run that had no critic so far.
     """
     critic = args.critic_args
     if critic is None or critic.load is None:

@@ -1,6 +1,6 @@
-"""Data: prompts, batches of optimizer steps, and what is evaluated.
+"""Data: prompts, batches of optimizer steps, and evaluation data.
 
-What an evaluation has no flag of its own for is taken from the rollout's flags.
+Evaluations use the rollout's flags for everything without an evaluation flag.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MAY_GIVE_OTHER_COUNTS = (
     "load_debug_rollout_data",
     "load_forge_rollout_data",
 )
-"""With one of these a rollout may have another number of samples than the flags say."""
+"""With one of these flags, the number of samples of a rollout may differ from the one in the flags."""
 LOSS_MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen", "any")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """Settings of the split of an optimizer step's samples into micro-batches."""
+    """Settings for splitting an optimizer step's samples into micro-batches."""
 
     use_dynamic_batch_size: bool
     max_tokens_per_gpu: int | None
@@ -57,12 +57,12 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts", "Prompt files and the names of their columns.")
-    parser.set_defaults(prompt_readers={})  # prefix of what is no file -> import path of its reader
+    parser.set_defaults(prompt_readers={})  # prefix of a --prompt-data that is not a file -> import path of its reader
     group.add_argument(
         "--prompt-data",
         type=file_path,
         metavar="FILE",
-        help="Prompts: .jsonl (one JSON object a line) or .parquet; FILE@[a:b] takes rows a to b-1. "
+        help="Prompts: .jsonl (one JSON object per line) or .parquet; FILE@[a:b] takes rows a to b-1. "
         "NAME/CONFIG@SPLIT: a data set of the Hugging Face hub, such as openai/gsm8k/main@train. "
         "gym:TASK?size=N&seed=N: questions of reasoning-gym, with their scorer. "
         "verifiers:NAME?argument=value: an environment of verifiers, which plays and scores. "
@@ -73,7 +73,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         dest="rollout_global_dataset",
         action="store_false",
         default=True,
-        help="Load and save no data set: the rollout function brings its own data.",
+        help="Load and save no data set: the rollout function has its own data.",
     )
     group.add_argument("--input-key", default="input", help="Column of the prompt.")
     group.add_argument("--label-key", help="Column of the label, for graders.")
@@ -88,7 +88,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--apply-chat-template",
         action=argparse.BooleanOptionalAction,
-        help="Render each prompt with the tokenizer's chat template. Default: on where rows hold chat messages, which "
+        help="Render each prompt with the tokenizer's chat template. Default: on if rows hold chat messages, which "
         "nothing else renders, else off.",
     )
     group.add_argument(
@@ -96,20 +96,20 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
         type=json_object,
         default={},
         metavar="JSON",
-        help="More arguments for the chat template, as JSON.",
+        help="Additional arguments for the chat template, as JSON.",
     )
     group.add_argument("--rollout-shuffle", action="store_true", help="Shuffle the prompts in each epoch.")
     group.add_argument(
         "--accept-other-data",
         action="store_true",
-        help="Go on although the prompts, --rollout-shuffle or --rollout-seed are not those of the checkpoint: at the "
-        "same position, so that prompts of the epoch may come twice or not at all.",
+        help="Resume even if the prompts, --rollout-shuffle or --rollout-seed differ from the checkpoint's. The "
+        "position stays the same, so prompts of the epoch may be repeated or skipped.",
     )
     group.add_argument(
         "--loss-mask-type",
         choices=LOSS_MASK_TYPES,
         default="qwen",
-        help="Chat format, by which SFT finds the assistant's turns to train on.",
+        help="Chat format, which SFT uses to find the assistant's turns to train on.",
     )
 
 
@@ -127,7 +127,7 @@ def _add_batching(parser: argparse.ArgumentParser) -> None:
         "--micro-batch-size",
         type=positive_int,
         default=1,
-        help="Samples per micro-batch; without effect with --use-dynamic-batch-size.",
+        help="Samples per micro-batch; no effect with --use-dynamic-batch-size.",
     )
     group.add_argument(
         "--use-dynamic-batch-size",
@@ -137,7 +137,7 @@ def _add_batching(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-tokens-per-gpu",
         type=positive_int,
-        help="Most tokens of a micro-batch per GPU; a longer sample is a micro-batch of its own.",
+        help="Maximum tokens of a micro-batch per GPU; a longer sample forms its own micro-batch.",
     )
     group.add_argument(
         "--balance-data",
@@ -155,7 +155,7 @@ def _add_batching(parser: argparse.ArgumentParser) -> None:
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the evaluation group to ``parser``."""
     group = parser.add_argument_group("evaluation", "Held-out data and its sampling.")
-    group.add_argument("--eval-interval", type=positive_int, help="Evaluate every so many rollouts.")
+    group.add_argument("--eval-interval", type=positive_int, help="Evaluate every this many rollouts.")
     group.add_argument(
         "--eval-prompt-data",
         nargs="+",
@@ -166,15 +166,15 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         "--eval-config",
         type=file_path,
         metavar="YAML",
-        help="YAML file of data sets with settings of their own: `eval: {defaults: {...}, datasets: [{name, path, "
+        help="YAML file of data sets, each with its own settings: `eval: {defaults: {...}, datasets: [{name, path, "
         "...}]}`.",
     )
     group.add_argument("--skip-eval-before-train", action="store_true", help="Do not evaluate the initial weights.")
     group.add_argument(
         "--eval-in-background",
         action="store_true",
-        help="Evaluate while training goes on (train_async.py), on the engines of the model named `eval` in "
-        "--sglang-config. They get the weights when an evaluation begins.",
+        help="Evaluate while training continues (train_async.py), on the engines of the model named `eval` in "
+        "--sglang-config. They get the weights when an evaluation starts.",
     )
     group.add_argument("--eval-input-key", help="Column of the prompt in evaluation data.")
     group.add_argument("--eval-label-key", help="Column of the label in evaluation data.")
@@ -187,23 +187,25 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--eval-top-p", type=positive_fraction, help="Top-p of evaluations, in (0, 1].")
     group.add_argument("--eval-top-k", type=positive_int_or_minus_one, help="Top-k of evaluations; -1: all tokens.")
-    group.add_argument("--eval-max-response-len", type=positive_int, help="Most tokens of an evaluation response.")
+    group.add_argument("--eval-max-response-len", type=positive_int, help="Maximum tokens of an evaluation response.")
     group.add_argument(
         "--eval-max-prompt-len", type=positive_int, help="Leave out evaluation prompts with more tokens."
     )
-    group.add_argument("--eval-min-new-tokens", type=non_negative_int, help="Fewest tokens of an evaluation response.")
+    group.add_argument(
+        "--eval-min-new-tokens", type=non_negative_int, help="Minimum tokens of an evaluation response."
+    )
     group.add_argument(
         "--eval-max-context-len",
         type=positive_int,
-        help="The same of an evaluation prompt and its response. Default: --rollout-max-context-len.",
+        help="Maximum tokens of an evaluation prompt and its response. Default: --rollout-max-context-len.",
     )
 
 
 def derive_data(args: Namespace) -> None:
-    """Fill in the data sets of ``--prompt-data``, the samples of a step and the prompts submitted at a time."""
-    # Each with its path, and maybe its own keys.
+    """Derive the data sets of ``--prompt-data``, the samples per step and the prompts submitted at a time."""
+    # Each has its path, and optionally its own keys.
     args.prompt_sources = [] if args.prompt_data is None else [{"path": args.prompt_data}]
-    if not args.runs_here:  # nor are rows read, which else would say it
+    if not args.runs_here:  # rows, which would decide it, are not read
         args.apply_chat_template = bool(args.apply_chat_template)
     if args.balance_data is None:
         args.balance_data = args.balance_by_flops  # balancing micro-batches by FLOPs balances ranks too
@@ -218,7 +220,7 @@ def derive_data(args: Namespace) -> None:
 
 
 def check_batches(args: Namespace) -> Iterator[str]:
-    """Yield one message for each batch size that is missing or does not fit the others."""
+    """Yield one message per batch size that is missing or inconsistent with others."""
     if args.rollout_batch_size is None:
         yield NO_BATCH
         return
@@ -261,7 +263,7 @@ def check_batches(args: Namespace) -> Iterator[str]:
 
 
 def advise_micro_batches(args: Namespace) -> None:
-    """Log samples that are larger than a micro-batch, and a limit that nothing asks for."""
+    """Log if samples may exceed a micro-batch, and if --max-tokens-per-gpu has no effect."""
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         logger.warning("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size.")
     parts = backend_flags(args).context_parallel_size

@@ -1,4 +1,4 @@
-"""Evaluation data sets: one ``EvalDatasetConfig`` for each, from ``--eval-config`` or ``--eval-prompt-data``.
+"""Evaluation data sets: one ``EvalDatasetConfig`` each, from ``--eval-config`` or ``--eval-prompt-data``.
 
 The YAML file, at its root or under ``eval:``::
 
@@ -6,9 +6,9 @@ The YAML file, at its root or under ``eval:``::
     datasets:
       - {name: aime, path: /data/aime.jsonl, rm_type: math}
 
-``datasets`` may also map names to entries.  A value is taken from the entry, else from ``defaults``, else from the
-flags: ``--eval-x`` before ``--rollout-x`` or ``--x``.  An entry with ``rm_type`` alone is not graded by a function
-that ``defaults`` or a flag names.
+``datasets`` may also map names to entries.  A value comes from the entry, else from ``defaults``, else from the flags:
+``--eval-x`` before ``--rollout-x`` or ``--x``.  If an entry sets only ``rm_type``, a grader function from ``defaults``
+or a flag does not apply to it.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ FALLBACK_FLAGS: dict[str, tuple[str, ...]] = {
     "stop_token_ids": ("rollout_stop_token_ids",),
     "skip_special_tokens": ("rollout_skip_special_tokens",),
 }
-"""Field -> attributes of ``args``, of which the first that is set gives the value no YAML gave."""
+"""Field -> attributes of ``args``; without a value in the YAML file, the first that is set gives the value."""
 
 
 @dataclass(kw_only=True)
 class EvalDatasetConfig:
-    """One evaluation data set: where it is, how it is read, sampled and graded."""
+    """One evaluation data set: its path, and how it is read, sampled and graded."""
 
     name: str
     """Metrics are logged as ``eval/<name>``."""
     path: str
-    """.jsonl or .parquet, maybe with ``@[a:b]``."""
+    """.jsonl or .parquet file, optionally with ``@[a:b]``."""
     rm_type: str | None = None
-    """Grader; wins over ``--rm-type`` and ``--custom-rm-path``."""
+    """Grader; takes precedence over ``--rm-type`` and ``--custom-rm-path``."""
     custom_rm_path: str | None = None
     input_key: str | None = None
     label_key: str | None = None
@@ -83,7 +83,7 @@ class EvalDatasetConfig:
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     custom_generate_function_path: str | None = None
-    # What follows is for custom evaluation functions; the default one does not read it.
+    # The next fields are for custom evaluation functions; the default one does not read them.
     app_service: Any = None
     eval_task_timeout: float | None = None
     min_eval_samples: int | None = None
@@ -93,7 +93,7 @@ class EvalDatasetConfig:
     reward_model: Any = None
     remote_environment: Any = None
     metadata_overrides: dict[str, Any] | None = None
-    """Set in the metadata of every sample, over what the row has."""
+    """Entries set in the metadata of every sample; they override the row's."""
 
     def __post_init__(self) -> None:
         for name in ("name", "path"):
@@ -120,11 +120,11 @@ class EvalDatasetConfig:
 
     @property
     def cache_key(self) -> tuple[Any, ...]:
-        """Equal keys read equal rows from equal columns."""
+        """Key under which rows are cached: equal keys mean equal rows and columns."""
         return self.name, self.path, self.input_key, self.label_key, self.tool_key, self.metadata_key
 
     def inject_metadata(self, metadata: Any) -> dict[str, Any]:
-        """Return the metadata of a sample with this data set's overrides and grader in it, as a new dict."""
+        """Return a copy of a sample's metadata with this data set's overrides and grader."""
         merged = dict(metadata) if isinstance(metadata, Mapping) else {}
         merged.update(self.metadata_overrides or {})
         if self.rm_type is not None:
@@ -137,7 +137,7 @@ _FIELDS = {spec.name for spec in fields(EvalDatasetConfig)}
 
 @functools.cache
 def _flags_of_fields() -> tuple[Parser, dict[str, argparse.Action]]:
-    """Return a parser, and the flag of each field that has a type: one of slime's, or one made for it."""
+    """Return a parser, and a flag for each field with a type: slime's flag, or one created here."""
     parser = Parser(add_help=False)
     for add_arguments in (add_eval_arguments, add_rollout_arguments, add_data_arguments, add_reward_arguments):
         add_arguments(parser)
@@ -160,7 +160,7 @@ def _flags_of_fields() -> tuple[Parser, dict[str, argparse.Action]]:
 
 
 def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return an entry of the file with its values checked as on the command line; null leaves a field out."""
+    """Return an entry of the file with its values checked as on the command line; null omits a field."""
     parser, flags = _flags_of_fields()
     return {
         name: parser.value_from_file(flags[name], value, f"--eval-config: {name} of {where}")
@@ -171,7 +171,7 @@ def _checked(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def eval_datasets_from_args(args: Namespace) -> list[EvalDatasetConfig]:
-    """Return the data sets of ``--eval-config``, else of ``--eval-prompt-data``, else none.
+    """Return the data sets of ``--eval-config``, or else of ``--eval-prompt-data``; empty without both.
 
     Raises:
         ConfigError: the file or the list of names and paths is malformed.
@@ -198,7 +198,7 @@ def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
 def build_eval_dataset_configs(
     args: Namespace, raw: list[dict[str, Any]], defaults: Mapping[str, Any] | None
 ) -> list[EvalDatasetConfig]:
-    """Make one config for each entry of ``raw``, completed from ``defaults`` and then from the flags.
+    """Build one config per entry of ``raw``, completed from ``defaults`` and then from the flags.
 
     Raises:
         ConfigError: an unknown key, a missing name or path, or a name used twice.
@@ -277,7 +277,7 @@ def _refuse_unknown(values: Mapping[Any, Any], allowed: set[str], where: str) ->
 
 
 def derive_evaluation(args: Namespace) -> None:
-    """Fill in what eval takes from the rollout when it has no flag of its own."""
+    """Derive evaluation settings from the rollout's if they are not given."""
     if args.eval_function_path is None:
         args.eval_function_path = args.rollout_function_path
     args.eval_datasets = eval_datasets_from_args(args)

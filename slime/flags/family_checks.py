@@ -1,4 +1,4 @@
-"""Checks of engine flags against the model family, of which the engines' own package knows nothing."""
+"""Checks of engine flags against the model family, which the engines' package does not know."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slime.utils.files import language_config
 
 
 def check_engines_of_family(args: Namespace) -> None:
-    """Refuse engine flags that do not go with the family of ``--hf-checkpoint``.
+    """Check the engine flags against the family of ``--hf-checkpoint``.
 
     Raises:
-        ConfigError: with every flag that does not.
+        ConfigError: lists every flag that does not fit.
     """
     if args.rollout_external:
         return
@@ -28,7 +28,7 @@ def check_engines_of_family(args: Namespace) -> None:
 
 
 def draft_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield a message for EAGLE without a layer that drafts or a model that is named."""
+    """Yield a message for EAGLE without an MTP layer or a draft model."""
     algorithm = args.sglang_speculative_algorithm
     if str(algorithm).upper() not in ("EAGLE", "NEXTN") or args.sglang_speculative_draft_model_path is not None:
         return
@@ -42,10 +42,10 @@ def draft_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
 
 
 def yarn_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield a message for engines that serve positions beyond those for which YaRN stretches the rotary angles.
+    """Yield a message for engines that serve positions beyond those that YaRN stretches.
 
-    SGLang's table of angles ends there; it extends the table up to the context length with angles that are not
-    stretched, and the engine then computes another function than the trainer.
+    There SGLang extends its table of rotary angles up to the context length with unstretched angles, so the engine's
+    outputs differ from the trainer's.
     """
     text = language_config(config)
     rope = hf_rope_settings(text)
@@ -64,7 +64,7 @@ def yarn_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
 
 
 def replay_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield a message for experts that the engine cannot give back."""
+    """Yield a message if the engine cannot return the chosen experts."""
     family = family_of(config)
     if args.use_rollout_routing_replay and family is not None and family.engine_hides_experts:
         yield (

@@ -1,4 +1,4 @@
-"""Fault tolerance: health checks, restarts of engines, numbers that are not finite."""
+"""Fault tolerance: health checks, restarts of engines, non-finite losses and gradients."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ def add_fault_tolerance_arguments(parser: argparse.ArgumentParser) -> None:
         "--trainer-hang-timeout-s",
         type=wait_s,
         default=30.0,
-        help="A trainer rank hangs when it does not answer for so many seconds, or when a micro-batch or optimizer "
-        "step takes so many beyond twice the longest before; it is then treated like one that died.",
+        help="Seconds without an answer after which a trainer rank counts as hanging and is treated as dead; also "
+        "the seconds by which a micro-batch or optimizer step may exceed twice the longest one so far.",
     )
     group.add_argument(
         "--on-nan",
         nargs="+",
         metavar="stop|skip|rollback N",
-        help="What happens when a loss or gradient is not finite: stop ends the run; skip leaves the step out and "
-        "counts it (train/skipped_steps); rollback N leaves the rollout out and goes back N checkpoints, also when "
-        "ranks that must hold the same weights do not, which otherwise ends the run. Default: stop; skip with "
+        help="Action if a loss or gradient is not finite. stop ends the run; skip omits the step and counts it "
+        "(train/skipped_steps); rollback N omits the rollout and goes back N checkpoints, also if ranks that must "
+        "hold the same weights do not, which otherwise ends the run. Default: stop; skip with "
         "--no-check-for-nan-in-loss-and-grad.",
     )
     _add_engine_checks(group)
 
 
 def _add_engine_checks(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of engines' health."""
+    """Add the flags of the engines' health checks."""
     group.add_argument(
         "--use-fault-tolerance", action="store_true", help="Check the engines' health and restart failed ones."
     )
@@ -49,7 +49,7 @@ def _add_engine_checks(group: argparse._ArgumentGroup) -> None:
         "--rollout-health-check-timeout",
         type=wait_s,
         default=30.0,
-        help="Seconds an engine has to answer a health check, and a prefill engine to get its half of a request.",
+        help="Seconds that an engine has to answer a health check, and a prefill engine to get its half of a request.",
     )
     group.add_argument(
         "--rollout-health-check-first-wait",
@@ -61,13 +61,13 @@ def _add_engine_checks(group: argparse._ArgumentGroup) -> None:
         "--rollout-stall-timeout-s",
         type=wait_s_or_zero,
         default=600.0,
-        help="Without fault tolerance: the run ends when an engine that is generating gives no token for so many "
-        "seconds. 0: never.",
+        help="Without fault tolerance: end the run if a generating engine returns no token for this many seconds. "
+        "0: never.",
     )
 
 
 def derive_fault_tolerance(args: Namespace) -> None:
-    """Stop at a number that is not finite, where the trainer looks for one."""
+    """Derive the action for non-finite losses and gradients; by default stop, if the trainer checks for them."""
     if args.on_nan is None:
         args.on_nan = ["stop" if backend_flags(args).check_for_nan_in_loss_and_grad else "skip"]
     if args.on_nan[0] == "skip":
@@ -75,12 +75,12 @@ def derive_fault_tolerance(args: Namespace) -> None:
 
 
 def checkpoints_to_go_back(on_nan: Sequence[str]) -> int:
-    """Return N of ``--on-nan rollback N``; 0 where nothing is rolled back."""
+    """Return N of ``--on-nan rollback N``; 0 without rollback."""
     return int(on_nan[1]) if on_nan[0] == "rollback" else 0
 
 
 def check_on_nan(args: Namespace) -> Iterator[str]:
-    """Yield one message for each thing that is wrong with --on-nan."""
+    """Yield one message per problem with --on-nan."""
     given = " ".join(args.on_nan)
     if re.fullmatch(r"stop|skip|rollback [1-9][0-9]{0,3}", given) is None:
         yield f"--on-nan {given} is none of stop, skip and rollback N (such as: rollback 1)."

@@ -1,6 +1,6 @@
-"""Checks of the files that the flags name: they are there, and they are what they should be.
+"""Checks that the files named by flags exist and are valid.
 
-Read only; large checkpoints are judged by their index, data files row by row.
+Read only: large checkpoints are checked by their index, data files row by row.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def check_files(args: Namespace) -> None:
     """Check model, checkpoints and data.
 
     Raises:
-        ConfigError: a model or checkpoint is missing or malformed, or a file is not given at all.
-        DataError: a data file is missing or malformed, with the line.
+        ConfigError: a model or checkpoint is missing or malformed, or a required file is not given.
+        DataError: a data file is missing or malformed; names the line.
     """
     from slime.rollout.tokenizer_trial import TokenizerTrial
 
@@ -61,7 +61,7 @@ def check_files(args: Namespace) -> None:
         )
     has_template = _renders_rows(args) or any(one.apply_chat_template for one in args.eval_datasets)
     trial = TokenizerTrial(args.hf_checkpoint, has_template=has_template, trusts_code=trusts_remote_code(args))
-    with trial:  # which begins while the rows are read
+    with trial:  # runs while the rows are read
         _check_prompts(args, trial)
         _check_eval_data(args, trial)
         trial.finish()
@@ -71,21 +71,21 @@ def check_files(args: Namespace) -> None:
 def _check_model(args: Namespace) -> None:
     if args.hf_checkpoint is None:
         raise ConfigError(NO_MODEL)
-    # The engines read the weights; without engines, the trainer may have them from elsewhere.
+    # The engines read the weights; without engines, the trainer may load them from another folder.
     config = check_huggingface_folder(args.hf_checkpoint, "--hf-checkpoint", weights=not args.debug_train_only)
     folder = Path(args.hf_checkpoint)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ConfigError(f"--hf-checkpoint: {folder} has no tokenizer (tokenizer.json); download the model again.")
     _check_positions(args, config)
     if not args.debug_rollout_only and (args.save_hf is not None or not args.debug_train_only):
-        if (quantized := config.get("quantization_config")) is not None:  # in which pushes and exports are made
+        if (quantized := config.get("quantization_config")) is not None:  # the format of pushes and exports
             from slime.weights.quantize import read_format
 
             read_format(quantized)
 
 
 def _render_messages(args: Namespace) -> None:
-    """Turn on --apply-chat-template where rows hold chat messages, which nothing else would render."""
+    """Turn on --apply-chat-template if rows hold chat messages, which nothing else would render."""
     is_refused = args.apply_chat_template is False
     args.apply_chat_template = bool(args.apply_chat_template)
     if args.prompt_data is None or args.apply_chat_template or not _is_plain(args):
@@ -101,30 +101,30 @@ def _render_messages(args: Namespace) -> None:
                 )
             logger.info("%s (--input-key) is a list of chat messages: --apply-chat-template is on.", key)
             args.apply_chat_template = True
-            derive_evaluation(args)  # a data set's own choice still counts
+            derive_evaluation(args)  # a data set's own setting takes precedence
             return
 
 
 def _first_row(args: Namespace, source: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return where the first row of a data set is, and the row; an empty one where there is none."""
+    """Return the place of the first row of a data set, and the row; an empty row if there is none."""
     from slime.rollout.prompt_files import read_rows, readers_of
 
     return next(iter(read_rows(source["path"], readers=readers_of(args))), ("", {}))
 
 
 def _may_have_chat_template(folder: Path) -> bool:
-    """Return False when the tokenizer's settings are there and say nothing of a template."""
+    """Return False if the tokenizer's settings exist and have no template."""
     if any(folder.glob("chat_template*")) or any(folder.glob("additional_chat_templates/*")):
         return True
     settings = folder / "tokenizer_config.json"
     if not settings.is_file() or (folder / "tokenizer.model").is_file():
-        return True  # the tokenizer's own class may bring one
+        return True  # the tokenizer's class may have one
     content = read_object(settings, flag="--hf-checkpoint", error=ConfigError)
     return bool(content.get("chat_template") or content.get("auto_map"))
 
 
 def _check_positions(args: Namespace, config: dict[str, Any]) -> None:
-    """Refuse answers longer than the model's positions, unless its rotary embedding is stretched."""
+    """Reject responses longer than the model's positions, unless its rotary embedding is stretched."""
     text = language_config(config)
     positions = text.get("max_position_embeddings")
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
@@ -132,7 +132,7 @@ def _check_positions(args: Namespace, config: dict[str, Any]) -> None:
     if not isinstance(positions, int) or is_stretched or args.debug_train_only:
         return
     if backend_flags(args).sglang_context_length is not None:
-        return  # the user has said how far the engines may go
+        return  # the user has set the engines' limit
     for flag, length in (
         ("--rollout-max-response-len", args.rollout_max_response_len),
         ("--eval-max-response-len", args.eval_max_response_len if args.eval_datasets else None),
@@ -145,7 +145,7 @@ def _check_positions(args: Namespace, config: dict[str, Any]) -> None:
 
 
 def _check_packages(args: Namespace) -> None:
-    """Refuse flags whose package this environment does not have."""
+    """Reject flags whose package is not installed."""
     engines = backend_flags(args)
     deepep = engines.sglang_enable_deepep_moe or engines.sglang_moe_a2a_backend == "deepep"
     if deepep and importlib.util.find_spec("deep_ep") is None:
@@ -171,7 +171,7 @@ def _check_save_folder(folder: str, models: Mapping[str, str | None]) -> None:
 
 
 def _checkpoints(args: Namespace) -> Iterator[tuple[str, CheckpointFolder]]:
-    """Yield flag and folder of each checkpoint that the actor loads, its starting point first."""
+    """Yield flag and folder of each checkpoint that the actor loads, starting with its own weights."""
     flag = "--load"
     if args.load == args.ref_load:  # where --load falls back to
         flag = "--hf-checkpoint" if args.ref_load == args.hf_checkpoint else "--ref-load"
@@ -187,11 +187,11 @@ def _checkpoints(args: Namespace) -> Iterator[tuple[str, CheckpointFolder]]:
 
 
 def check_contents(args: Namespace) -> None:
-    """Compare the files of model and checkpoints with what these say of them: names, lengths, headers, digests of
-    headers.  No weights are read.
+    """Check the files of model and checkpoints against their metadata: names, lengths, headers, digests of headers.
+    No weights are read.
 
     Raises:
-        DataError: a file is missing, cut or damaged.
+        DataError: a file is missing, truncated or damaged.
     """
     from slime.weights.file_digests import check_headers
 
@@ -230,7 +230,7 @@ def _check_starting_point(args: Namespace, flag: str, found: CheckpointFolder) -
 
 
 def _check_format(folder: str, flag: str) -> None:
-    """Refuse quantized weights of a format that the trainer cannot turn back."""
+    """Reject quantized weights in a format that the trainer cannot dequantize."""
     config = read_model_config(folder, flag=flag).get("quantization_config")
     if config is None:
         return
@@ -238,7 +238,7 @@ def _check_format(folder: str, flag: str) -> None:
     from slime.weights.quantize.mxfp4 import METHOD as MXFP4
 
     if config.get("quant_method") == MXFP4:
-        return  # read, though not made
+        return  # supported for reading only
     try:
         read_format(config)
     except ConfigError as error:
@@ -294,12 +294,12 @@ def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
 
 
 def _is_of_slime(data_source_path: str) -> bool:
-    """Return True for a data source of slime; one of the user's may have its data from elsewhere."""
+    """Return True for slime's own data sources; a user's may get its data from elsewhere."""
     return data_source_path.startswith("slime.")
 
 
 def _check_epochs(args: Namespace, num_rows: int) -> None:
-    """Check that ``--num-epoch`` gives a rollout at least, and more steps than the learning rate's warm-up."""
+    """Check that ``--num-epoch`` gives at least one rollout, and more steps than the learning rate's warm-up."""
     rollouts = num_rows // args.rollout_batch_size * args.num_epoch
     if rollouts == 0:
         raise ConfigError(
@@ -319,19 +319,19 @@ def _check_epochs(args: Namespace, num_rows: int) -> None:
 
 
 def _is_plain(args: Namespace) -> bool:
-    """Return True when no code of the user's comes between a row and its grader."""
+    """Return True if no user code runs between reading a row and grading it."""
     if args.custom_generate_function_path or args.debug_train_only or args.rollout_sample_hook_path:
         return False
     return args.rollout_function_path in OWN_ROLLOUTS and _is_of_slime(args.data_source_path)
 
 
 def _renders_rows(args: Namespace) -> bool:
-    """Return True when rows of --prompt-data become text by the chat template, as they are."""
+    """Return True if rows of --prompt-data are rendered unchanged by the chat template."""
     return bool(args.apply_chat_template or args.rollout_function_path == SFT_ROLLOUT)
 
 
 def _check_mask(args: Namespace) -> None:
-    """Check that --loss-mask-type fits the chat template, by the first row of SFT."""
+    """Check on the first row of SFT data that --loss-mask-type fits the chat template."""
     is_read_here = args.prompt_data and _is_of_slime(args.data_source_path) and not args.multimodal_keys
     if args.rollout_function_path != SFT_ROLLOUT or not is_read_here:
         return
@@ -355,7 +355,7 @@ def _check_mask(args: Namespace) -> None:
 
 
 def _check_first_row(args: Namespace, source: Mapping[str, Any]) -> None:
-    """Check what a built-in grader will make of a row; the first one stands for all."""
+    """Check that a built-in grader can grade the first row."""
     from slime.rollout.prompt_files import parse_metadata
 
     where, row = _first_row(args, source)
@@ -382,7 +382,7 @@ def _check_eval_data(args: Namespace, trial: TokenizerTrial) -> None:
     is_ours = args.eval_function_path in OWN_ROLLOUTS
     has_code = args.custom_generate_function_path or args.rollout_sample_hook_path
     for dataset in args.eval_datasets:
-        # Code of the user's may come between a row and its reward.
+        # User code may run between reading a row and grading it.
         is_plain = is_ours and not (has_code or dataset.custom_rm_path or dataset.custom_generate_function_path)
         check_prompt_file(
             dataset.path,

@@ -1,8 +1,8 @@
-"""What can be said of a command line before anything large is imported: help, misspelt flags, values of a wrong type.
+"""Checks a command line before anything large is imported: help, misspelled flags, values of a wrong type.
 
     slime train run.yaml --lr 1e-6
 
-A YAML file in front holds the same flags by their names; those behind it on the command line count.
+A YAML file as the first word holds flags by name; flags after it on the command line take precedence.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MATTER = (
 
 
 def first_look(words: Sequence[str]) -> list[str]:
-    """Return the words with YAML files written out as flags.
+    """Return the words with YAML files expanded to flags.
 
-    Ends the process after help, or with code 2 and the reason when a word cannot be right.
+    Exits after printing help, or with code 2 and the reason if a word is invalid.
     """
     table = read_table()
     for position, word in enumerate(words):
@@ -54,7 +54,7 @@ def first_look(words: Sequence[str]) -> list[str]:
 
 
 def help_text(table: dict[str, Any], topic: str) -> str:
-    """Return the help of the flags that matter, of the group that ``topic`` begins, or of all."""
+    """Return help on the most important flags, on the group whose title starts with ``topic``, or on all flags."""
     groups = [(group["title"], [row["names"][0] for row in group["flags"]]) for group in table["groups"]]
     wanted = topic.replace("-", " ").strip().lower()
     if wanted == "all":
@@ -77,7 +77,7 @@ def _check(words: Sequence[str], parser: Parser) -> None:
     kept = split_engine_flags(words)[0] if engine_flags_are_idle(words) else list(words)
     args, leftover = parser.parse_known_args(kept)
     if any(is_declared(word.partition("=")[0]) for word in leftover if is_flag(word)):
-        return  # a flag that is newer than the table: the parser knows it
+        return  # a flag newer than the table; the parser will check it
     refuse_unknown(parser, kept, leftover)
     is_plan = any(word.partition("=")[0] == "--plan" for word in words)
     if not is_plan and not any(vars(args).get(name) for name in OVERLAYS):
@@ -102,7 +102,7 @@ def _words_of(path: str, parser: Parser) -> list[str]:
 
 
 def _flag_words(name: str, value: Any, parser: Parser) -> list[str]:
-    """Return what one would write on the command line for a line of a file; null is as if it were not there."""
+    """Return the command-line words for an entry of a file; null means that the flag is not given."""
     flag, known = f"--{name}", parser._option_string_actions
     if value is None:
         return []

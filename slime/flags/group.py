@@ -1,7 +1,7 @@
-"""A group of flags: what declares them, what follows from them, and what cannot work.
+"""A flag group: declares flags, derives values from them, and checks combinations.
 
-The core's groups are listed in ``slime.flags.parse``.  An extension has its ``GROUP`` in ``flags.py``, and
-``slime.compose`` puts it behind the core's.
+``slime.flags.parse`` lists the core's groups.  An extension defines its ``GROUP`` in ``flags.py``, and
+``slime.compose`` appends it to the core's.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from typing import Any
 
 Derive = Callable[[Namespace], None]
 Rule = tuple[str, str, str]
-"""Attributes of two flags, and the reason of the rule between them; ``name=value`` is a flag with this value."""
+"""Attributes of two flags, and the reason of the rule between them; ``name=value`` means the flag with this value."""
 
 
 @dataclass(frozen=True)
 class FlagGroup:
-    """The flags of one subject; every stage walks the groups in their order."""
+    """The flags of one subject.  Each stage visits the groups in order."""
 
     add: Callable[[argparse.ArgumentParser], None] | None = None
     """Declares the flags."""
     derive: tuple[Derive, ...] = ()
-    """Each fills in what follows from the flags, and may rely on what the groups before have filled in."""
+    """Functions that set derived attributes; they may use those of earlier groups."""
     check: tuple[Callable[[Namespace], Iterator[str]], ...] = ()
-    """Each yields a message for every combination that cannot work."""
+    """Functions that yield a message per invalid combination."""
     needs: tuple[Rule, ...] = ()
     """The first flag has no effect without the second, or without one of several."""
     excludes: tuple[Rule, ...] = ()
     """The two flags contradict each other."""
     advise: tuple[Derive, ...] = ()
-    """Each logs what works, but may not be what was meant."""
+    """Functions that log settings that are valid, but may not be intended."""
     complete: tuple[Derive, ...] = ()
-    """Each fills in and checks what follows from the complete flags of a trainer; a run without one skips them."""
+    """Functions that derive and check values from a trainer's complete flags; skipped in a run without a trainer."""
     once: tuple[Derive, ...] = ()
-    """Those of ``derive`` that concern the run as a whole, so that a critic's args skip them."""
+    """Those functions of ``derive`` that concern the whole run; skipped for a critic's args."""
     chosen_by: str = ""
-    """A flag, as in a ``Rule``: a run without it skips ``derive``, ``check``, ``advise`` and ``complete``."""
+    """A flag, as in a ``Rule``; a run without it skips ``derive``, ``check``, ``advise`` and ``complete``."""
 
     def is_chosen(self, args: Namespace) -> bool:
-        """Return whether the run of ``args`` has this subject at all."""
+        """Return True if the run of ``args`` uses this group."""
         return not self.chosen_by or _holds(vars(args), self.chosen_by)
 
 
@@ -53,7 +53,7 @@ def declare_all(parser: argparse.ArgumentParser, groups: Iterable[FlagGroup]) ->
 
 
 def derive_all(args: Namespace, groups: Iterable[FlagGroup], *, of_the_run: bool = True) -> None:
-    """Fill in every derived attribute of ``args``; ``of_the_run=False`` for a second role in the run."""
+    """Set every derived attribute of ``args``; ``of_the_run=False`` for the second role of a run."""
     for group in groups:
         for derive in group.derive if group.is_chosen(args) else ():
             if of_the_run or derive not in group.once:
@@ -61,17 +61,17 @@ def derive_all(args: Namespace, groups: Iterable[FlagGroup], *, of_the_run: bool
 
 
 def advise_all(args: Namespace, groups: Iterable[FlagGroup]) -> None:
-    """Log what works, but may not be what was meant."""
+    """Log settings that are valid, but may not be intended."""
     for group in groups:
         for advise in group.advise if group.is_chosen(args) else ():
             advise(args)
 
 
 def complete_all(args: Namespace, groups: Iterable[FlagGroup]) -> None:
-    """Fill in and check what follows from the complete flags of a trainer.
+    """Derive and check values from the complete flags of a trainer.
 
     Raises:
-        SlimeError: a combination that cannot work, or a damaged file.
+        SlimeError: a combination is invalid, or a file is damaged.
     """
     if not args.debug_rollout_only:
         for group in groups:
@@ -105,7 +105,7 @@ def flag_of(attribute: str) -> str:
 
 def _holds(values: Mapping[str, Any], rule: str) -> bool:
     name, _, wanted = rule.partition("=")
-    value = values.get(name)  # a backend that the run lacks has no flags
+    value = values.get(name)  # flags of a backend that the run does not have are missing
     return str(value) == wanted if wanted else bool(value)
 
 

@@ -1,10 +1,10 @@
-"""Flags without a feature: historical ones are accepted and named in a log line, those of features to come refused.
+"""Flags without a feature: historical ones are accepted and logged, those of missing features are rejected.
 
-``HISTORICAL``: flags of older scripts, and of Megatron's own training program, so that a command written for slime
-runs unchanged.  A value that asks for something else than what happens today is refused.
+``HISTORICAL``: flags of older scripts and of Megatron's own training program, accepted so that a command written for
+slime runs unchanged.  A value that requests different behavior is rejected.
 
-``NOT_YET``: flags whose feature is not here yet.  Using one is an error, never a silent no-op; the table shrinks as
-features arrive, and tests/contracts/test_flags.py proves that every other flag has a reader.
+``NOT_YET``: flags whose feature does not exist yet.  Using one is an error, never a silent no-op.
+tests/contracts/test_flags.py proves that every other flag has a reader.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ HISTORICAL = {
     "no_one_logger": "nothing is sent anywhere unless a flag names it",
     "logging_level": "the level is that of slime's own log",
 }
-"""Attribute of each such flag, and why it does nothing."""
+"""Attribute of the flag -> why it has no effect."""
 
 _SWITCHES = frozenset(
     {
@@ -116,8 +116,8 @@ _CHOICES = {"qkv_format": ["thd", "bshd"], "megatron_to_hf_mode": ["raw", "bridg
 
 
 def add_historical_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of older scripts to ``parser``; their values are not looked at."""
-    group = parser.add_argument_group("historical", "Accepted for older scripts; without effect.")
+    """Add the flags of older scripts to ``parser``; their values are ignored."""
+    group = parser.add_argument_group("historical", "Accepted for older scripts; no effect.")
     for name, reason in HISTORICAL.items():
         settings: dict[str, Any] = {"default": None, "help": f"Without effect: {reason}."}
         if name in _SWITCHES:
@@ -132,7 +132,7 @@ def add_historical_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def note_historical(args: argparse.Namespace) -> None:
-    """Log one line that names the historical flags given; refuse what cannot be ignored."""
+    """Log one line that names the historical flags given; reject values that cannot be ignored."""
     if args.qkv_format == "bshd":
         raise ConfigError("--qkv-format is bshd; slime packs sequences (thd) and has no other layout. Drop the flag.")
     needs_values = get_estimator(args.advantage_estimator).needs_values
@@ -160,11 +160,11 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "megatron_deepgemm_moe_forward_layers": (None, _NO_ALIGNMENT),
     "megatron_deepgemm_moe_forward_modules": (None, _NO_ALIGNMENT),
 }
-"""Attribute of args -> the value that asks for nothing, and why another is refused."""
+"""Attribute of args -> the value that requests nothing, and why other values are rejected."""
 
 
 def refuse_missing_features(args: Namespace) -> None:
-    """Raise when a flag asks for a feature that does not exist yet.
+    """Reject flags of features that do not exist yet.
 
     Raises:
         ConfigError: names every such flag with its value.
