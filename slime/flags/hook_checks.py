@@ -1,8 +1,8 @@
-"""Checks of plug-ins: each imports, and can be called as its protocol says.
+"""Checks that plug-ins can be imported and called as their protocols require.
 
 Plug-ins of the rollout side are imported and checked on the driver, before anything starts.  Those of the trainer may
-need a GPU to import: on the driver their source is read instead (``check_source``); the trainer's processes check the
-real thing (``check_trainer_hooks``).
+need a GPU to import, so the driver only reads their source (``check_source``), and the trainer's processes import and
+check them (``check_trainer_hooks``).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from slime.utils.plugins import IMPORT_TIMEOUT_S, import_plugin, is_coroutine_fu
 
 DATA_SOURCE_METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
 OF_EVAL_DATASET = ("--custom-rm-path", "--custom-generate-function-path")
-"""Plug-ins that a row of --eval-config may name for its data set alone."""
+"""Plug-ins that an entry of --eval-config may set for its data set."""
 
 
 def check_hooks_on_driver(args: Namespace) -> None:
     """Check every plug-in named in ``args`` as far as the driver can.
 
-    A plug-in of the rollout side may have an attribute ``check_args``: a function that raises ConfigError when the run
-    cannot work with it.
+    A plug-in of the rollout side may have an attribute ``check_args``: a function that raises ConfigError if the
+    plug-in does not work with the run's flags.
 
     Raises:
-        HookError: names the flag, its value, the call and what is wrong.
+        HookError: names the flag, its value, the call and the problem.
     """
     own = {(hook.flag, hook.default) for hook in HOOKS} | {("--eval-function-path", HOOKS[0].default)}
     for hook, path, where in named_hooks(args):
         if (where, path) in own:
-            continue  # slime's own, which every run imports elsewhere
+            continue  # slime's own, imported elsewhere in every run
         if hook.side == "rollout":
             target = check_import(hook, path, where, timeout_s=args.plugin_import_timeout_s)
             if hasattr(target, "check_args") and args.runs_here:
@@ -62,10 +62,10 @@ def check_spec_source(spec: list[str] | None) -> None:
 
 
 def check_trainer_hooks(args: Namespace) -> None:
-    """Import and check every plug-in of the trainer, in one of its processes.
+    """Import and check every plug-in of the trainer.  Called in a trainer process.
 
     Raises:
-        HookError: names the flag, its value, the call and what is wrong.
+        HookError: names the flag, its value, the call and the problem.
     """
     for hook, path, where in named_hooks(args):
         if hook.side == "trainer":
@@ -73,7 +73,7 @@ def check_trainer_hooks(args: Namespace) -> None:
 
 
 def named_hooks(args: Namespace) -> Iterator[tuple[Hook, str, str]]:
-    """Yield every (hook, import path, where it was named) of ``args``, those of eval data sets included."""
+    """Yield (hook, import path, where it is named) for every plug-in in ``args``, including those of eval data."""
     for hook in HOOKS:
         value = getattr(args, hook.dest)
         for path in [value] if isinstance(value, str) else value or []:
@@ -86,14 +86,14 @@ def named_hooks(args: Namespace) -> Iterator[tuple[Hook, str, str]]:
 
 
 def check_import(hook: Hook, path: str, where: str, *, timeout_s: float = IMPORT_TIMEOUT_S) -> Any:
-    """Import ``path``, check what it names against the protocol of ``hook``, and return it."""
+    """Import the plug-in ``path``, check it against the protocol of ``hook``, and return it."""
     module_name, attribute = split_path(path, where)
     module = import_plugin(module_name, f"{where}: {path}", timeout_s)
     try:
         target = getattr(module, attribute)
     except AttributeError:
         raise HookError(_has_no(f"{where}: {module_name} ({module.__file__})", attribute, dir(module), path)) from None
-    except Exception as error:  # of the module's own __getattr__
+    except Exception as error:  # raised by the module's __getattr__
         raise HookError(
             f"{where}: {module_name} raised {said_by(error)} when it was asked for {attribute}."
         ) from error
@@ -101,7 +101,7 @@ def check_import(hook: Hook, path: str, where: str, *, timeout_s: float = IMPORT
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
-        return target  # a builtin tells nobody its signature
+        return target  # builtins have no signature
     check_signature(hook, path, where, signature)
     return target
 
@@ -114,7 +114,7 @@ def _has_no(module: str, attribute: str, names: Iterable[str], path: str) -> str
 
 
 def check_source(hook: Hook, path: str, where: str) -> None:
-    """Check ``path`` by reading its module's source; what only running it would show is left alone."""
+    """Check ``path`` by reading its module's source; properties that only running it would show are not checked."""
     module_name, attribute = split_path(path, where)
     tree = _source_of(module_name, path, where)
     if tree is None:
@@ -148,7 +148,7 @@ def split_path(path: str, where: str) -> tuple[str, str]:
 
 
 def check_signature(hook: Hook, path: str, where: str, signature: inspect.Signature) -> None:
-    """Check that ``signature`` takes the call that ``hook.protocol`` describes."""
+    """Check that ``signature`` accepts the call that ``hook.protocol`` describes."""
     positional, keywords = call_of(hook, signature)
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))
@@ -162,7 +162,7 @@ def check_signature(hook: Hook, path: str, where: str, signature: inspect.Signat
 
 
 def call_of(hook: Hook, signature: inspect.Signature) -> tuple[list[str], list[str]]:
-    """Return what is passed to a plug-in with ``signature``: names by position, names by keyword."""
+    """Return the arguments passed to a plug-in with ``signature``: names of positional and of keyword arguments."""
     contract = list(inspect.signature(hook.protocol.__call__).parameters.values())[1:]
     positional = [p.name for p in contract if p.kind is inspect.Parameter.POSITIONAL_ONLY]
     keywords = [
@@ -175,7 +175,7 @@ def call_of(hook: Hook, signature: inspect.Signature) -> tuple[list[str], list[s
 
 
 def signature_of(arguments: ast.arguments) -> inspect.Signature:
-    """Return the signature of a function that was only parsed; defaults are None, annotations are dropped."""
+    """Return the signature of a parsed function; defaults become None, annotations are dropped."""
     kinds = inspect.Parameter
     positional = [*arguments.posonlyargs, *arguments.args]
     first_default = len(positional) - len(arguments.defaults)
@@ -197,7 +197,9 @@ def signature_of(arguments: ast.arguments) -> inspect.Signature:
 
 
 def _check_kind(hook: Hook, path: str, where: str, target: Any) -> None:
-    """Refuse what is not callable, a class without the methods that it needs, and the wrong one of sync and async."""
+    """Reject objects that are not callable, classes without required methods, and sync functions in place of async
+    ones (or vice versa).
+    """
     if not callable(target):
         raise HookError(f"{where}: {path} is a {type(target).__name__} and cannot be called.")
     if hook.kind == "class":
@@ -209,7 +211,7 @@ def _check_kind(hook: Hook, path: str, where: str, target: Any) -> None:
     is_async = is_coroutine_function(target)
     if hook.kind == "sync" and is_async:
         raise HookError(_must_not_be_async(hook, path, where))
-    # A wrapper under another name may well return what the coroutine function inside it returns.
+    # A wrapper with another name may return the awaitable of a coroutine function inside it.
     plain = inspect.isfunction(target) and inner is target and target.__name__ == path.rpartition(".")[2]
     if hook.kind == "async" and plain and not is_async:
         raise HookError(
@@ -226,10 +228,10 @@ def _must_not_be_async(hook: Hook, path: str, where: str) -> str:
 
 
 def _source_of(module_name: str, path: str, where: str) -> ast.Module | None:
-    """Return the syntax tree of a module; None when it has no source to read (a compiled module).
+    """Return the syntax tree of a module; None if it has no source (a compiled module).
 
     Raises:
-        HookError: there is no such module, or its source is no Python.
+        HookError: there is no such module, or its source is not valid Python.
     """
     if package := module_name.rpartition(".")[0]:
         import_plugin(package, f"{where}: {path}")  # find_spec would import it without a deadline
@@ -262,6 +264,6 @@ def _top_level(parent: ast.AST) -> Iterator[tuple[str, ast.AST]]:
             case ast.Name(ctx=ast.Store()):
                 yield node.id, node
             case ast.expr() if not isinstance(node, ast.Tuple | ast.List | ast.Starred):
-                continue  # what an expression binds is hardly a plug-in, and a long sum is nested deeply
+                continue  # expressions rarely bind a plug-in, and a long sum is deeply nested
             case _:
                 yield from _top_level(node)

@@ -1,13 +1,13 @@
-"""The contract of every plug-in: one Protocol for each flag that takes an import path.
+"""The contract of every plug-in: one Protocol per flag that takes an import path.
 
-A plug-in is named by ``package.module.attribute``.  The flag, the start-up check and docs/hooks.md are made from the
-table ``HOOKS`` at the end of this file, so they cannot differ.  How to read a protocol's ``__call__``:
+A plug-in is named by ``package.module.attribute``.  The flag, the start-up check and docs/hooks.md are generated from
+the table ``HOOKS`` at the end of this file, so they cannot differ.  How to read a protocol's ``__call__``:
 
-* parameters before the ``/`` are passed by position; a plug-in may call them what it likes;
-* parameters after the ``*`` are passed by keyword, always;
-* those among them that have a default are passed only to a plug-in that takes a parameter of that name.
+* parameters before the ``/`` are passed by position; a plug-in may name them as it likes;
+* parameters after the ``*`` are always passed by keyword;
+* those of them with a default are passed only to a plug-in that has a parameter of that name.
 
-The checks themselves are in ``hook_checks.py``.
+The checks are in ``hook_checks.py``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RolloutFunction(Protocol):
 
 
 class EvalFunction(Protocol):
-    """Evaluate the present weights; called with evaluation=True. Default: the rollout function.
+    """Evaluate the current weights; called with evaluation=True. Default: the rollout function.
 
     Returns a RolloutFnEvalOutput or ``{data set: {"rewards": [...], "truncated": [...], "samples": [...]}}``.
     """
@@ -54,7 +54,7 @@ class EvalFunction(Protocol):
 
 
 class DataSourceClass(Protocol):
-    """A class whose instances hand out prompt groups and take back unfinished ones.
+    """A class whose instances return prompt groups and take back unfinished ones.
 
     Has get_samples(num), add_samples(groups), save(rollout_id), load(rollout_id=None) and __len__ (prompts).
     """
@@ -63,7 +63,7 @@ class DataSourceClass(Protocol):
 
 
 class Generate(Protocol):
-    """Generate the response of one sample; the sampling parameters are the call's own copy.
+    """Generate the response of one sample; each call gets its own copy of the sampling parameters.
 
     Sets tokens, response, response_length, status (and loss_mask, rollout_log_probs). May set the reward, which skips
     the grader. A list of samples must share one rollout_id.
@@ -75,7 +75,7 @@ class Generate(Protocol):
 
 
 class RolloutSampleHook(Protocol):
-    """Look at or replace a sample after generation and before grading; None keeps it. May be async."""
+    """Inspect or replace a sample after generation and before grading; None keeps it. May be async."""
 
     def __call__(
         self, args: Namespace, sample: Sample, /, *, rollout_id: int | None = None, evaluation: bool = False
@@ -83,10 +83,10 @@ class RolloutSampleHook(Protocol):
 
 
 class RewardModel(Protocol):
-    """Grade a sample: a number, or a dict of which --reward-key names the entry. A plain def runs in a thread.
+    """Grade a sample: return a number, or a dict whose entry --reward-key is the reward. A plain def runs in a thread.
 
-    With --group-rm it gets a list of samples and returns a list. So does one whose second parameter is called
-    otherwise than ``sample``, or is annotated as a list, for the samples that a generate function made of one.
+    With --group-rm it gets a list of samples and returns a list. So does a grader whose second parameter is not named
+    ``sample``, or is annotated as a list, for the samples that a generate function made from one.
     """
 
     def __call__(self, args: Namespace, sample: Sample | list[Sample], /) -> Any | Awaitable[Any]: ...
@@ -107,13 +107,13 @@ class BufferFilter(Protocol):
 
 
 class RolloutSampleFilter(Protocol):
-    """Set remove_sample on samples that shall not be trained on; they still count in reward normalisation."""
+    """Set remove_sample on samples that must not be trained on; they still count in reward normalization."""
 
     def __call__(self, args: Namespace, groups: list[list[Sample]], /) -> None: ...
 
 
 class RolloutAllSamplesProcess(Protocol):
-    """See every group of a rollout, dropped ones included, and the data source's get_samples."""
+    """Process every group of a rollout, including dropped ones; also gets the data source's get_samples."""
 
     def __call__(
         self, args: Namespace, all_groups: list[list[Sample]], get_samples: Callable[[int], list[list[Sample]]], /
@@ -127,7 +127,7 @@ class RewardPostProcess(Protocol):
 
 
 class ConvertSamplesToTrainData(Protocol):
-    """Make the train data of all samples: a dict of columns (slime.train_data.columns)."""
+    """Convert all samples to train data: a dict of columns (slime.train_data.columns)."""
 
     def __call__(self, args: Namespace, samples: list[Sample], /) -> RolloutBatch: ...
 
@@ -187,8 +187,8 @@ class LossFunction(Protocol):
 class TisFunction(Protocol):
     """Correct the policy loss for the mismatch of trainer and engine, with --use-tis or --get-mismatch-metrics.
 
-    Returns (loss per token, loss masks, metrics per token). train_log_probs are of the weights before training,
-    cur_log_probs of those in training, with their gradient. Take ``**kwargs`` too: more may be passed one day.
+    Returns (loss per token, loss masks, metrics per token). train_log_probs come from the weights before training,
+    cur_log_probs from those in training, with a gradient. Accept ``**kwargs``: later versions may pass more.
     """
 
     def __call__(
@@ -206,7 +206,7 @@ class TisFunction(Protocol):
 
 
 class PgLossReducer(Protocol):
-    """Make the reducer of the policy loss: a function from per-token values to a scalar."""
+    """Return the reducer of the policy loss: a function from per-token values to a scalar."""
 
     def __call__(
         self,
@@ -219,13 +219,13 @@ class PgLossReducer(Protocol):
 
 
 class ModelProvider(Protocol):
-    """Build this pipeline stage's model; the critic's head is put on by slime."""
+    """Build this pipeline stage's model; slime adds the critic's head."""
 
     def __call__(self, *, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any: ...
 
 
 class MegatronInit(Protocol):
-    """Runs in every trainer process at the end of Megatron's start."""
+    """Runs in every trainer process at the end of Megatron's initialization."""
 
     def __call__(self, args: Namespace, /) -> None: ...
 
@@ -258,7 +258,7 @@ class UpdateWeightPostWrite(Protocol):
 
 
 class PullWeightsPreRead(Protocol):
-    """Runs on every engine host before weights are read from ``--update-weight-disk-dir``: a place to fetch them."""
+    """Runs on every engine host before weights are read from ``--update-weight-disk-dir``; it may fetch them."""
 
     def __call__(self, source_dir: str, target_version: int, /) -> None: ...
 
@@ -272,7 +272,7 @@ class Hook:
     side: Literal["rollout", "trainer"]
     """Caller: the rollout manager's side (imported and checked on the driver) or the trainer's processes."""
     kind: Literal["sync", "async", "either", "class"] = "sync"
-    """async: the result is awaited. either: awaited when it can be. class: the attribute is a class."""
+    """async: the result is awaited. either: it is awaited if it is awaitable. class: the attribute is a class."""
     default: str | None = None
     repeatable: bool = False
 
@@ -322,19 +322,19 @@ HOOKS: tuple[Hook, ...] = (
     Hook(flag="--custom-update-weight-post-write-path", protocol=UpdateWeightPostWrite, side="trainer"),
     Hook(flag="--sglang-custom-pull-weights-pre-read-hook", protocol=PullWeightsPreRead, side="rollout"),
 )
-"""Every plug-in flag, in the order in which a step meets them."""
+"""Every plug-in flag, in the order in which a step uses them."""
 
 
 def add_hook_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one flag for each row of ``HOOKS`` to ``parser``."""
+    """Add one flag per row of ``HOOKS`` to ``parser``."""
     group = parser.add_argument_group(
-        "plug-ins", "Your own code by import path, package.module.attribute. Contracts: slime/flags/hooks.py."
+        "plug-ins", "Your own code, by import path package.module.attribute. Contracts: slime/flags/hooks.py."
     )
     group.add_argument(
         "--plugin-import-timeout-s",
         type=wait_s,
         default=IMPORT_TIMEOUT_S,
-        help="Seconds that the module of a plug-in may take to import before the run ends and names it.",
+        help="Seconds that importing a plug-in's module may take before the run ends with an error that names it.",
     )
     for hook in HOOKS:
         if hook.repeatable:
@@ -346,13 +346,13 @@ def add_hook_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def purpose(hook: Hook) -> str:
-    """Return the first sentence of the protocol's docstring, fit for argparse."""
+    """Return the first sentence of the protocol's docstring, escaped for argparse."""
     first_line = (inspect.getdoc(hook.protocol) or "").splitlines()[0]
     return first_line.replace("%", "%%")
 
 
 def derive_hook_lists(args: Namespace) -> None:
-    """Make repeatable hooks lists."""
+    """Turn the values of repeatable hooks into lists."""
     args.rollout_sample_hook_path = args.rollout_sample_hook_path or []
 
 

@@ -1,7 +1,7 @@
-"""Names of the Hugging Face hub in the place of folders and files: ``Qwen/Qwen3-0.6B``, ``openai/gsm8k/main@train``.
+"""Names on the Hugging Face hub in place of folders and files: ``Qwen/Qwen3-0.6B``, ``openai/gsm8k/main@train``.
 
-What huggingface_hub has in its cache is used without a network (``HF_HUB_OFFLINE=1``); a name is one only where no
-such folder or file is here.
+Cached repositories are used without a network (``HF_HUB_OFFLINE=1``).  A value is a hub name only if no such local
+folder or file exists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_WEIGHTS_OF_OURS = ("*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "origin
 
 
 def derive_hub_names(args: Namespace) -> None:
-    """Put local folders and files in the place of names of the hub."""
+    """Replace hub names by local folders and files."""
     if not args.runs_here:
         return
     for flag in ("hf_checkpoint", "ref_load"):
@@ -38,7 +38,7 @@ def derive_hub_names(args: Namespace) -> None:
 
 
 def data_file(path: str, flag: str) -> str:
-    """Return the file of a data set of the hub, ``NAME[/CONFIG][@SPLIT][@[a:b]]``; any other path without ``~``.
+    """Return the local file of a hub data set ``NAME[/CONFIG][@SPLIT][@[a:b]]``; any other path with ``~`` expanded.
 
     Raises:
         DataError: neither the cache nor the hub has it, or it has several configs and none is named.
@@ -69,10 +69,10 @@ def data_file(path: str, flag: str) -> str:
 
 
 def fetch(name: str, kind: str, flag: str, error_type: type[SlimeError]) -> Path:
-    """Return the folder of a repository of the hub, from the cache or through the network.
+    """Return the local folder of a hub repository, from the cache or the network.
 
     Raises:
-        SlimeError: of ``error_type``; neither has it.
+        SlimeError: an ``error_type``, if neither has it.
     """
     import httpx
     from huggingface_hub import constants, snapshot_download

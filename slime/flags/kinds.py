@@ -1,7 +1,7 @@
 """Value types and choices of flags that argparse does not have.
 
-Numbers are finite and texts hold no NUL, whatever the flag: ``Parser`` of parser.py puts ``any_int``,
-``any_float`` and ``text`` in the place of ``int``, ``float`` and ``str``.
+For every flag, numbers are finite and texts contain no NUL: ``Parser`` (parser.py) replaces ``int``, ``float`` and
+``str`` with ``any_int``, ``any_float`` and ``text``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INT32_MAX = 2**31 - 1
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return a flag's text as a JSON object, for example ``{"enable_thinking": false}``."""
+    """Parse a JSON object, for example ``{"enable_thinking": false}``."""
     try:
         return parse_object(text)
     except ValueError as error:
@@ -34,7 +34,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def text_map(text: str) -> dict[str, str]:
-    """Return a flag's text as a JSON object whose values are texts, for example ``{"image": "images"}``."""
+    """Parse a JSON object whose values are strings, for example ``{"image": "images"}``."""
     values = json_object(text)
     wrong = next((name for name, value in values.items() if not isinstance(value, str)), None)
     if wrong is not None:
@@ -43,7 +43,7 @@ def text_map(text: str) -> dict[str, str]:
 
 
 def environment(text: str) -> dict[str, str | int | float]:
-    """Return a flag's text as a JSON object of environment variables, whose values are texts or numbers."""
+    """Parse a JSON object of environment variables, whose values are strings or numbers."""
     values = json_object(text)
     for name, value in values.items():
         if not name or "=" in name or "\0" in f"{name}{value}" or not isinstance(value, str | int | float):
@@ -55,15 +55,15 @@ def environment(text: str) -> dict[str, str | int | float]:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeNumber:
-    """Type of a flag that takes the whole numbers from ``low`` to ``high``, and ``also``."""
+    """Type of a flag that takes the whole numbers from ``low`` to ``high``, and optionally ``also``."""
 
     low: int = 0
     high: int = INT32_MAX
     also: int | None = None
-    """One more number, with a meaning of its own."""
+    """One more number, with a special meaning."""
 
     def __call__(self, text: str) -> int:
-        """Return the number that ``text`` is; argparse's own message would not say what is allowed."""
+        """Parse ``text``; argparse's own message would not name the allowed range."""
         try:
             value = int(text)
         except ValueError:
@@ -89,11 +89,11 @@ class Number:
     low: float = -math.inf
     high: float = math.inf
     low_open: bool = False
-    """``low`` itself is not allowed."""
+    """Exclude ``low``."""
     high_open: bool = False
 
     def __call__(self, text: str) -> float:
-        """Return the number that ``text`` is."""
+        """Parse ``text``."""
         try:
             value = float(text)
         except ValueError:
@@ -124,7 +124,7 @@ positive_gpu_count = WholeNumber(low=1, high=1_000_000)
 minutes = WholeNumber(low=1, high=1_000_000)
 port_number = WholeNumber(low=1, high=65535)
 seed = WholeNumber(high=INT32_MAX)
-"""A seed; ranks and samples add small numbers to it, and NumPy's seeds end at 2**32."""
+"""A seed.  Ranks and samples add small numbers to it, and NumPy's seeds must be below 2**32."""
 
 any_float = Number()
 positive_float = Number(low=0, low_open=True)
@@ -133,21 +133,21 @@ fraction = Number(low=0, high=1)
 positive_fraction = Number(low=0, high=1, low_open=True)
 fraction_below_one = Number(low=0, high=1, high_open=True)
 wait_s = Number(low=0, high=1e9, low_open=True)
-"""Seconds of a wait; Python's locks take 9e9 at most."""
+"""Seconds of a wait; Python's locks accept at most 9e9."""
 wait_s_or_zero = Number(low=0, high=1e9)
 
 
 def text(value: str) -> str:
-    """Return ``value``, which no file system and no process takes with a NUL in it."""
+    """Return ``value`` if it contains no NUL, which neither file systems nor processes accept."""
     if "\0" in value:
         raise argparse.ArgumentTypeError(f"{value!r} has a NUL character in it; remove it")
     return value
 
 
 def file_path(value: str) -> str:
-    """Return the name of a file or folder, or an import path; an empty one is a shell variable that is unset.
+    """Return a path or import path with a leading ``~`` expanded; reject an empty one (an unset shell variable).
 
-    A ``~`` at its beginning is the home folder: in a YAML file and behind ``=`` no shell has put that in its place.
+    The shell does not expand ``~`` in a YAML file or after ``=``.
     """
     if not value.strip():
         raise argparse.ArgumentTypeError(f"{value!r} is empty; is a shell variable unset? Give a path, or no flag")
@@ -155,12 +155,12 @@ def file_path(value: str) -> str:
 
 
 def home_path(value: str) -> str:
-    """Return ``value``, which may be empty, with the home folder in the place of a ``~`` at its beginning."""
+    """Return ``value``, which may be empty, with a leading ``~`` expanded."""
     return os.path.expanduser(text(value))
 
 
 def named_path(value: str) -> str:
-    """Return ``NAME=DIR`` or ``DIR``, with the home folder in the place of a ``~`` at the folder's beginning."""
+    """Return ``NAME=DIR`` or ``DIR``, with a leading ``~`` of the folder expanded."""
     name, equals, folder = file_path(value).partition("=")
     return name + equals + home_path(folder)
 
@@ -180,7 +180,7 @@ def http_url(value: str) -> str:
 
 
 class RegistryChoices:
-    """``choices=`` of a flag; what argparse and the pages list are the names, in the registry's order."""
+    """``choices=`` of a flag: the names of a registry, listed in the registry's order."""
 
     def __init__(self, registry: Registry[Any]) -> None:
         self._registry = registry

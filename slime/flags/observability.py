@@ -24,17 +24,17 @@ class TrackingConfig:
     wandb_run_id: str | None
     wandb_always_use_train_step: bool
     run_folder: str | None = None
-    """Of a critic, whose checkpoints lie elsewhere."""
+    """Folder of a critic's run, whose checkpoints are in another folder."""
 
 
 def tracking_config(args: Any) -> TrackingConfig:
-    """Return where ``args``, complete or not, says that metrics go."""
+    """Return where metrics go, from complete or partial ``args``."""
     return read_config(TrackingConfig, args, add_observability_arguments, add_checkpoint_arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Settings of the metrics of a rollout's or an evaluation's samples."""
+    """Settings of the metrics of samples, for a rollout or an evaluation."""
 
     advantage_estimator: str
     loss_type: str
@@ -51,12 +51,12 @@ class MetricsConfig:
 
     @property
     def has_rewards(self) -> bool:
-        """False for supervised training: its samples are read from a file, and their reward is a filler."""
+        """False for supervised training, whose samples are read from a file with a placeholder reward."""
         return self.loss_type != "sft_loss"
 
 
 def metrics_config(args: Any) -> MetricsConfig:
-    """Return what ``args``, complete or not, says is computed from samples."""
+    """Return which metrics of samples are computed, from complete or partial ``args``."""
     return read_config(
         MetricsConfig,
         args,
@@ -70,7 +70,7 @@ def metrics_config(args: Any) -> MetricsConfig:
 
 
 def wandb_name(value: str) -> str:
-    """Return a name that Weights & Biases takes for a project or a run."""
+    """Return ``value`` if Weights & Biases accepts it as the name of a project or a run."""
     if len(value) > 128 or any(letter in "/\\#?%:" or not letter.isprintable() for letter in value):
         raise argparse.ArgumentTypeError(
             f"{value!r} is no name for Weights & Biases; it may have 128 characters, and none of / \\ # ? % :"
@@ -84,7 +84,7 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
     metrics.add_argument(
         "--wandb-run-id",
         type=wandb_name,
-        help="Id of the run, in Weights & Biases too; a run that has it is continued.",
+        help="Id of the run, also in Weights & Biases; an existing run with this id is continued.",
     )
     metrics.add_argument(
         "--wandb-always-use-train-step",

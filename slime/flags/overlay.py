@@ -1,6 +1,6 @@
-"""YAML files that flags name: their reader, and those laid over the flags before anything is derived from them.
+"""YAML files that flags name: their reader, and the files that override flags before anything is derived.
 
-``--custom-config-path`` sets attributes of ``args``, those of flags and others that plug-ins read.
+``--custom-config-path`` sets attributes of ``args``, both those of flags and others that plug-ins read.
 ``--megatron-config-path`` overrides the trainer's flags by role:
 
     megatron:
@@ -8,8 +8,8 @@
         role: actor
         overrides: {lr: 1e-6, tensor_model_parallel_size: 2}
 
-Both roles start from the command line, and a role's overrides are set before anything is derived from it, so that they
-are resolved and checked like flags.  What a critic is beyond that is in critic.py.
+Both roles start from the command line.  A role's overrides are set before anything is derived, so they are resolved
+and checked like flags.  The other rules for a critic are in critic.py.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ ROLES_FLAG = "--megatron-config-path"
 ROLES = ("actor", "critic")
 ENTRY_KEYS = frozenset({"name", "role", "overrides", "args"})
 IGNORED = ("num_nodes", "num_gpus_per_node")
-"""Sizes of a role's cluster; every role has the actor's."""
+"""Sizes of a role's cluster, ignored because every role has the actor's."""
 MAX_BYTES = 2**20
-"""Of a file; a larger one is no list of settings."""
+"""Size limit of a file; a larger one is not a list of settings."""
 MAX_VALUES = 100_000
-"""In a file, its anchors written out."""
+"""Limit of the values in a file, with its anchors expanded."""
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses duplicate keys in one map; YAML's own rule, which PyYAML leaves out."""
+    """A SafeLoader that rejects duplicate keys in a map, as YAML requires and PyYAML does not."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Return the map of a node.
@@ -63,10 +63,10 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_yaml(path: str, flag: str) -> Any:
-    """Return what the YAML file of ``flag`` holds.
+    """Return the content of the YAML file of ``flag``.
 
     Raises:
-        ConfigError: it cannot be read, is not YAML, or has a key twice.
+        ConfigError: it cannot be read, is not YAML, or has a duplicate key.
     """
     where = f"{flag}: {path}"
     file = Path(path)
@@ -89,7 +89,7 @@ def read_yaml(path: str, flag: str) -> Any:
 
 
 def yaml_problem(error: Exception) -> str:
-    """Return the line and the problem of an error of PyYAML, on one line."""
+    """Return the line number and the problem of a PyYAML error, on one line."""
     if isinstance(error, RecursionError):
         return "maps and lists are nested too deeply, or hold themselves"
     mark = getattr(error, "problem_mark", None)
@@ -98,7 +98,7 @@ def yaml_problem(error: Exception) -> str:
 
 
 def _count(value: Any, known: dict[int, int]) -> int:
-    """Return how many values there are in ``value``, as often as each is written out."""
+    """Return the number of values in ``value``, with anchors expanded."""
     if not isinstance(value, Mapping | list):
         return 1
     if id(value) not in known:
@@ -108,10 +108,10 @@ def _count(value: Any, known: dict[int, int]) -> int:
 
 
 def load_yaml_mapping(path: str | None, flag: str) -> dict[str, Any]:
-    """Return the mapping at the top of a YAML file; without one it is empty.
+    """Return the mapping at the top of a YAML file; empty if ``path`` is None.
 
     Raises:
-        ConfigError: the file of ``flag`` is missing, is not YAML (with the line), or holds something else.
+        ConfigError: the file of ``flag`` is missing, is not YAML (names the line), or has no mapping at the top.
     """
     content = None if path is None else read_yaml(path, flag)
     if content is None:
@@ -122,9 +122,9 @@ def load_yaml_mapping(path: str | None, flag: str) -> dict[str, Any]:
 
 
 def apply_overlay(args: Namespace, parser: Parser) -> None:
-    """Set each top-level key of the file as an attribute of ``args``, over what flags said.
+    """Set each top-level key of the file as an attribute of ``args``, overriding flags.
 
-    A value of a flag is checked as on the command line.  Keys that no flag has are settings of plug-ins.
+    Values of flags are checked as on the command line.  Keys that are not flags are settings of plug-ins.
     """
     source = f"--custom-config-path: {args.custom_config_path}"
     content = load_yaml_mapping(args.custom_config_path, "--custom-config-path")
@@ -141,13 +141,13 @@ def apply_overlay(args: Namespace, parser: Parser) -> None:
 
 
 def overlaid_names(settings: str | None, roles: str | None) -> set[str]:
-    """Return the attributes that the YAML files of ``--custom-config-path`` and ``--megatron-config-path`` set."""
+    """Return the attributes set by the YAML files of ``--custom-config-path`` and ``--megatron-config-path``."""
     names = {*load_yaml_mapping(settings, "--custom-config-path"), *load_role_overrides(roles).get("actor", {})}
     return {str(name).replace("-", "_") for name in names}
 
 
 def _attribute(key: Any, content: Mapping[Any, Any], source: str) -> str:
-    """Return the attribute that a key names; one of Python's own would replace a part of ``args`` itself."""
+    """Return the attribute that a key names; dunder names are rejected, because they would break ``args``."""
     if not isinstance(key, str) or not key or key.startswith("__"):
         raise ConfigError(f"{source} has the key {key!r}; a key is the name of a flag or of a plug-in's setting.")
     name = key.replace("-", "_")
@@ -157,7 +157,7 @@ def _attribute(key: Any, content: Mapping[Any, Any], source: str) -> str:
 
 
 def _refuse_other_spelling(parser: Parser, name: str, *, source: str) -> None:
-    """Refuse a key that nobody would read: a flag's that there is not, or whose attribute has another name."""
+    """Reject a key that nothing would read: a missing flag, or a flag whose attribute has another name."""
     flag = flag_of(name)
     if (reason := parser.no_flags.get(flag)) is not None:
         raise ConfigError(f"{source} has the key {name}, and {flag} is not a flag: {reason}. Leave it out.")
@@ -171,7 +171,7 @@ def _refuse_other_spelling(parser: Parser, name: str, *, source: str) -> None:
 
 
 def _advise_spelling(parser: Parser, name: str, *, source: str) -> None:
-    """Log a key that is no flag's and looks like one; it may still be a plug-in's own."""
+    """Log a key that looks like a flag's but is not; it may be a plug-in's."""
     similar = difflib.get_close_matches(name, [action.dest for action in parser._actions], n=1, cutoff=0.85)
     if similar:
         logger.warning(
@@ -183,10 +183,10 @@ def _advise_spelling(parser: Parser, name: str, *, source: str) -> None:
 
 
 def load_role_overrides(path: str | None) -> dict[str, dict[str, Any]]:
-    """Return role -> attributes to override, as the file says; without one there are none.
+    """Return role -> overrides from the file; empty if ``path`` is None.
 
     Raises:
-        ConfigError: the file is missing or malformed, or names a role that does not exist, or one twice.
+        ConfigError: the file is missing or malformed, or has an unknown or a duplicate role.
     """
     if path is None:
         return {}
@@ -206,16 +206,16 @@ def apply_role_overrides(args: Namespace, parser: Parser) -> None:
     """Set the actor's overrides on ``args``.
 
     Raises:
-        ConfigError: the file is wrong, or overrides an attribute that no flag has.
+        ConfigError: the file is invalid, or overrides an attribute that no flag has.
     """
     set_overrides(args, "actor", load_role_overrides(args.megatron_config_path).get("actor", {}), parser)
 
 
 def set_overrides(args: Namespace, role: str, overrides: dict[str, Any], parser: Parser) -> dict[str, Any]:
-    """Set a role's overrides on ``args``; gives those that were set, by attribute.
+    """Set a role's overrides on ``args``; return those that were set, by attribute.
 
     Raises:
-        ConfigError: an attribute that no flag has, or a value that its flag would not take.
+        ConfigError: no flag has the attribute, or its flag would reject the value.
     """
     given: dict[str, Any] = {}
     source = f"{ROLES_FLAG}: {args.megatron_config_path}"

@@ -3,18 +3,17 @@
     args = parse_args()
 
 ``args`` is a plain, mutable, deep-copyable Namespace with upstream's attribute names; plug-ins may set attributes on
-it.  slime itself writes to it here and nowhere else; facts that only the running job knows go through
-``record_runtime``.  The order:
+it.  slime writes to it only here; facts that only the running job knows go through ``record_runtime``.  The order:
 
 1. one parser for slime's, Megatron's and SGLang's flags; an unknown flag is an error that names the nearest known one
    (words.py),
-2. ``--custom-config-path`` and ``--megatron-config-path`` are laid over the flags (overlay.py),
-3. flags whose feature does not exist yet are refused, historical ones are logged (historical.py),
-4. derived values are filled in, then Megatron's and SGLang's own; for a critic too (critic.py),
-5. combinations are checked, then files (files.py) and plug-ins (hook_checks.py), before any GPU is taken.
+2. ``--custom-config-path`` and ``--megatron-config-path`` override flags (overlay.py),
+3. flags of missing features are rejected, historical ones are logged (historical.py),
+4. values are derived, then those of Megatron and SGLang; for a critic too (critic.py),
+5. combinations are checked, then files (files.py) and plug-ins (hook_checks.py), before any GPU is used.
 
-Flags come in groups, which say what follows from them and what cannot work: the core's are ``GROUPS``, and
-``slime.compose`` adds those of extensions.
+Flags come in groups, which derive values and check combinations: the core's are ``GROUPS``, and ``slime.compose`` adds
+those of extensions.
 """
 
 from __future__ import annotations
@@ -78,12 +77,12 @@ def parse_args(
     """Return the command line as a complete, checked Namespace.
 
     Args:
-        add_custom_arguments: gets the parser, to add a driver's own flags.
+        add_custom_arguments: function that adds a driver's own flags to the parser.
         argv: the words after the program's name; default ``sys.argv[1:]``.
-        groups: of flags that slime has; ``slime.compose.flag_groups()`` has those of the extensions, too.
+        groups: slime's flag groups; ``slime.compose.flag_groups()`` includes those of extensions.
 
     Raises:
-        SlimeError: a flag, file, combination or plug-in is wrong; the entry points show it and end with code 2.
+        SlimeError: a flag, file, combination or plug-in is invalid; the entry points print it and exit with code 2.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     args, parser = _parse(words, add_custom_arguments, groups)
@@ -96,7 +95,7 @@ def parse_args(
 
 
 def _value_origins(args: Namespace, parsed: Mapping[str, Any], parser: Parser, words: Sequence[str]) -> dict[str, str]:
-    """Return attribute -> flag, yaml or derived, of those that have not the default of their flag."""
+    """Return attribute -> "flag", "yaml" or "derived", for attributes that differ from the default of their flag."""
     flags = parser._option_string_actions
     given = {flags[flag].dest for word in words if (flag := word.partition("=")[0]) in flags}
     defaults = parser.defaults()
@@ -113,7 +112,7 @@ def _value_origins(args: Namespace, parsed: Mapping[str, Any], parser: Parser, w
 
 
 def parse_flags(argv: Sequence[str], *, groups: Sequence[FlagGroup] = GROUPS) -> Namespace:
-    """Return the flags as they were given, nothing derived or checked yet."""
+    """Return the flags as they were given, before anything is derived or checked."""
     return _parse(argv, None, groups)[0]
 
 
@@ -138,7 +137,7 @@ def build_parser(
     add_custom_arguments: AddArguments | None = None,
     groups: Sequence[FlagGroup] = GROUPS,
 ) -> Parser:
-    """Return one parser for the flags of ``groups``, Megatron's and SGLang's (when asked for), and the caller's."""
+    """Return one parser for the flags of ``groups``, of Megatron and SGLang (if requested), and of the caller."""
     parser = Parser(
         groups, prog="train.py", description="Reinforcement learning post-training with Megatron and SGLang."
     )
@@ -158,7 +157,7 @@ def build_parser(
 
 
 def parser_of(args: Namespace, groups: Sequence[FlagGroup] = GROUPS) -> Parser:
-    """Return a parser of the flags that ``args`` have, for args whose parser is not available."""
+    """Return a parser for the flags of ``args``, if their own parser is not available."""
     return build_parser(
         with_engine_flags="sglang_server_concurrency" in vars(args),
         with_trainer_flags="num_layers" in vars(args),
@@ -167,7 +166,7 @@ def parser_of(args: Namespace, groups: Sequence[FlagGroup] = GROUPS) -> Parser:
 
 
 def reset_arg(parser: argparse.ArgumentParser, name: str, **kwargs: Any) -> None:
-    """Add the flag ``name``; when it exists already, change only its default, type and choices."""
+    """Add the flag ``name``; if it exists already, change only its default, type and choices."""
     action = parser._option_string_actions.get(name)
     if action is None:
         parser.add_argument(name, **kwargs)
@@ -192,16 +191,16 @@ def get_slime_extra_args_provider(
 
 
 def slime_validate_args(args: Namespace, parser: Parser | None = None) -> None:
-    """Lay the overlay over ``args``, fill in what is derived, and check the whole.
+    """Apply YAML overrides to ``args``, derive values, and check everything.
 
     Args:
         args: the flags; changed in place.
-        parser: what gave them, through which the values of YAML files go too; default: one of the core's flags.
+        parser: their parser, which also checks the values of YAML files; default: a parser of the core's flags.
 
     Raises:
-        ConfigError: every combination that cannot work, or the first file that is wrong.
+        ConfigError: lists every invalid combination, or names the first invalid file.
         DataError: a data file is malformed.
-        HookError: a plug-in cannot be imported or does not fit its call.
+        HookError: a plug-in cannot be imported or does not match its call.
     """
     parser = parser or parser_of(args)
     apply_overlay(args, parser)
@@ -227,9 +226,9 @@ def slime_validate_args(args: Namespace, parser: Parser | None = None) -> None:
 
 
 def backend_checks(args: Namespace, groups: Sequence[FlagGroup]) -> Iterator[Callable[[Namespace], None]]:
-    """Yield the checks of the backends that a run has; they also fill in what follows from the backends' flags.
+    """Yield the checks of the run's backends, which also derive values from the backends' flags.
 
-    The modules of a backend are imported for a run that has it.
+    A backend's modules are imported only if the run has it.
     """
     if not args.debug_rollout_only:
         yield partial(_check_trainer, groups=groups)
@@ -255,7 +254,7 @@ def _check_trainer(args: Namespace, groups: Sequence[FlagGroup]) -> None:
 
 
 def record_runtime(args: Namespace, **facts: Any) -> None:
-    """Set attributes of ``args``, and of the critic's, that only the running job can know: a router's address.
+    """Set attributes of ``args`` and the critic's args that only the running job knows, such as a router's address.
 
     Raises:
         ConfigError: a name is not in ``RUNTIME_FACTS``; add it there first.
@@ -274,13 +273,13 @@ def record_runtime(args: Namespace, **facts: Any) -> None:
 def args_to_resume(
     args: Namespace, *, weight_version: int, checkpoint: int | None, copied: int | None = None
 ) -> Namespace:
-    """Return the args of a trainer that takes the place of one of the same run.
+    """Return the args of a trainer that replaces another one of the same run.
 
     Args:
-        args: of the run; they stay as they are.
-        weight_version: of the last push, above which the new trainer counts on.
-        checkpoint: of this run, from which the new trainer goes on; None: it starts as the first one did.
-        copied: the rollout after which its ranks have their state already, and read no checkpoint.
+        args: the run's args; not changed.
+        weight_version: version of the last push, from which the new trainer continues to count.
+        checkpoint: checkpoint of this run from which the new trainer continues; None starts it like the first one.
+        copied: rollout after which its ranks already have their state and read no checkpoint.
     """
     resumed = Namespace(**vars(args))
     resumed.update_weight_start_version = weight_version

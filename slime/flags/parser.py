@@ -1,4 +1,4 @@
-"""The parser of flags, through which the values of YAML files go as well."""
+"""The parser of flags, which also checks the values of YAML files."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from slime.utils.errors import ConfigError
 
 _LONG_WORD = re.compile(r"\S{400,}")
 UNSET = "none"
-"""Value that takes back a number, or a setting of the engines, which an earlier flag of the command gave."""
+"""Value that unsets a number or an engine setting that was given earlier in the command."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are ConfigErrors, and which never guesses an abbreviated flag."""
+    """An ArgumentParser that raises ConfigError and does not accept abbreviated flags."""
 
     def __init__(self, groups: Sequence[FlagGroup] = (), **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
         self.groups = groups
         self.no_flags: dict[str, str] = {}
-        """What people may take for a flag -> the reason why it is none, or what there is instead."""
-        # Whoever declares a flag: numbers are finite, whole ones fit into 64 bits, and texts have no NUL.
+        """Name that may be mistaken for a flag -> why it is not a flag, or what to use instead."""
+        # For every flag: numbers are finite, integers fit into 64 bits, and texts contain no NUL.
         for kind, checked in ((int, any_int), (float, any_float), (str, text), (None, text)):
             self.register("type", kind, checked)
-        # argparse takes -1 for a value, but -1e-6 for a flag.
+        # argparse treats -1 as a value, but -1e-6 as a flag.
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
         declare_all(self, groups)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print, on one line that is short enough to read."""
+        """Raise argparse's message as a ConfigError, on one line and shortened."""
         raise ConfigError(_one_line(message))
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """Return as argparse does; a type may fail in more ways than it expects."""
+        """Convert a value like argparse, but also handle exceptions that argparse does not expect from a type."""
         if arg_string == UNSET and _can_be_unset(action):
             return None
         try:
@@ -49,32 +49,32 @@ class Parser(argparse.ArgumentParser):
             ) from error
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if value is None:  # it was taken back
+        if value is None:  # it was unset
             return
         if action.dest == "advantage_estimator" and (ours := PEERS_VALUES.get(str(value).lower())) is not None:
             raise argparse.ArgumentError(action, f"{value!r} is not a value of this flag; {ours}")
         super()._check_value(action, value)
 
     def flag_with(self, attribute: str) -> argparse.Action | None:
-        """Return the flag that sets an attribute; of several the one that takes a value."""
+        """Return the flag that sets an attribute; if there are several, the one that takes a value."""
         found = [action for action in self._actions if action.dest == attribute and attribute != "help"]
         return next((action for action in found if action.nargs != 0), found[0] if found else None)
 
     def defaults(self) -> dict[str, Any]:
-        """Return attribute -> default, of every flag that has one."""
+        """Return attribute -> default for every flag that has a default."""
         of_flags = {action.dest: action.default for action in reversed(self._actions) if action.default is not None}
         return self._defaults | of_flags
 
     def value_from_file(self, action: argparse.Action, value: Any, source: str) -> Any:
-        """Return a value that a YAML file has for a flag, as the command line would give it.
+        """Convert a flag's value in a YAML file as the command line would.
 
         Args:
             action: the flag.
-            value: what YAML made of it.
+            value: the value parsed by YAML.
             source: file and key, for errors.
 
         Raises:
-            ConfigError: the flag would not take it.
+            ConfigError: the flag rejects the value.
         """
         try:
             return self._from_file(action, value)
@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _word(action: argparse.Action, value: Any) -> str:
-    """Return what one would write on the command line for a value of a YAML file."""
+    """Return a value of a YAML file as a command-line word."""
     if value is None or isinstance(value, bool):
         shown = "null" if value is None else str(value).lower()
         raise argparse.ArgumentError(action, f"it must be a text or a number, not {shown}; a text goes in quotes")
@@ -118,7 +118,7 @@ def _word(action: argparse.Action, value: Any) -> str:
 
 
 def _can_be_unset(action: argparse.Action) -> bool:
-    """Return True for a flag without a default that is a number, or a setting of engines with no such value."""
+    """Return True for a number without a default, or an engine setting for which "none" is not a value."""
     if action.default is not None or UNSET in (action.choices or ()):
         return False
     is_number = action.type in (int, float) or isinstance(action.type, WholeNumber | Number)

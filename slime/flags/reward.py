@@ -1,4 +1,4 @@
-"""Rewards: the grader of a response, and what happens when it fails."""
+"""Rewards: the grader of responses, and the handling of its failures."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from slime.flags.group import FlagGroup
 from slime.flags.kinds import http_url, non_negative_int, wait_s
 
 BOXED_PREFIX = "boxed_"
-"""Of a grader's name: the boxed answer is graded."""
+"""Prefix of a grader's name that makes it grade the boxed answer."""
 RM_TYPES = ("remote_rm", "gym", "deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random", "math_verify")
 """Values of ``--rm-type``, each also with the prefix ``boxed_``; ``slime.rollout.rm_hub`` has the graders."""
 INSTALL_MATH_VERIFY = "--rm-type math_verify needs the package math-verify: pip install -e '.[math]'"
 GRADERS_WITH_LABEL = ("deepscaler", "dapo", "math", "f1", "math_verify")
-"""Built-in graders that can say nothing without the row's label."""
+"""Built-in graders that need the row's label."""
 GRADERS_WITH_LABELS = ("deepscaler",)
-"""Those that take a list of labels, any of which is right."""
+"""Built-in graders that accept a list of labels, any of which is correct."""
 DICT_REWARDS = ("dapo",)
-"""Built-in graders whose reward is a dict, so that a key must say which entry is trained on."""
+"""Built-in graders whose reward is a dict; --reward-key selects the entry to train on."""
 NUMBER_REWARDS = tuple(name for name in RM_TYPES if name not in (*DICT_REWARDS, "remote_rm"))
-"""Those whose reward is a number."""
+"""Built-in graders whose reward is a number."""
 FAILURE_POLICIES = ("failed", "zero", "raise")
-"""Of ``--rm-failure-policy``."""
+"""Values of ``--rm-failure-policy``."""
 
 
 def is_math_verify_installed() -> bool:
-    """Return True when math-verify can be imported."""
+    """Return True if math-verify is installed."""
     return importlib.util.find_spec("math_verify") is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """Settings of the grading of responses."""
+    """Settings for grading responses."""
 
     rm_type: str | None
     rm_url: str | None
@@ -48,18 +48,18 @@ class RewardConfig:
     rm_failure_policy: str
     rm_max_failures: int
     hf_checkpoint: str | None = None
-    """Its tokenizer knows the end tokens, which graders do not read."""
+    """Model folder, whose tokenizer has the end tokens that are removed before grading."""
     custom_rm_path: str | None = None
     custom_reward_post_process_path: str | None = None
 
     @property
     def eval_key(self) -> str | None:
-        """Entry of a dict reward that eval reports; None where rewards are numbers."""
+        """Entry of a dict reward that evaluations report; None if rewards are numbers."""
         return self.eval_reward_key or self.reward_key
 
 
 def reward_config(args: Any) -> RewardConfig:
-    """Return how ``args``, complete or not, says that responses are graded."""
+    """Return the grading settings of complete or partial ``args``."""
     return read_config(RewardConfig, args, add_reward_arguments)
 
 
@@ -69,7 +69,7 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rm-type",
         help="Built-in grader: math_verify (for mathematics), math, deepscaler, dapo, f1, gpqa, ifbench, random or "
-        "remote_rm; with the prefix boxed_ it grades the boxed answer. A row's metadata may name another.",
+        "remote_rm; with the prefix boxed_ it grades the boxed answer. A row's metadata may override it.",
     )
     group.add_argument("--rm-url", type=http_url, help="Address of the remote grader or teacher.")
     group.add_argument("--reward-key", help="Entry of a dict reward to train on.")
@@ -81,32 +81,32 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
         "--rm-timeout-s",
         type=wait_s,
         default=600.0,
-        help="Seconds that grading one response may take, retries of the remote grader included.",
+        help="Seconds that grading one response may take, including retries of the remote grader.",
     )
     group.add_argument(
         "--rm-failure-policy",
         choices=FAILURE_POLICIES,
         default="failed",
-        help="What happens to a response whose grader hangs, raises or returns nonsense. failed: it gets the status "
-        "FAILED and counts nowhere, neither in training nor among the rewards of its group nor in metrics; zero: it "
-        "trains with reward 0, as a wrong answer does; raise: the run ends.",
+        help="Handling of a response whose grader hangs, raises or returns an invalid reward. failed: it gets the "
+        "status FAILED and does not count in training, the rewards of its group or metrics; zero: it is trained on "
+        "with reward 0, like a wrong answer; raise: the run ends.",
     )
     group.add_argument(
         "--rm-max-failures",
         type=non_negative_int,
         default=64,
-        help="End the run after so many failed gradings in a row; 0: never.",
+        help="End the run after this many consecutive failed gradings; 0: never.",
     )
 
 
 def derive_reward(args: Namespace) -> None:
-    """Fill in the entry of a dict reward that eval reports."""
+    """Derive the entry of a dict reward that evaluations report."""
     if args.eval_reward_key is None:
         args.eval_reward_key = args.reward_key
 
 
 def check_rewards(args: Namespace) -> Iterator[str]:
-    """Yield one message for each grader that does not exist or does not fit the other flags."""
+    """Yield one message per grader that does not exist or conflicts with other flags."""
     asked = [("--rm-type", args)] + [(f"rm_type of eval data set {one.name}:", one) for one in args.eval_datasets]
     for where, flags in asked:
         if flags.rm_type is not None:

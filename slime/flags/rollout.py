@@ -29,7 +29,7 @@ SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 OWN_ROLLOUTS = (DEFAULT_ROLLOUT, FULLY_ASYNC)
-"""Rollout functions that take ``--n-samples-per-prompt`` answers and grade them with ``--rm-type``."""
+"""Rollout functions that generate ``--n-samples-per-prompt`` responses and grade them with ``--rm-type``."""
 
 
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         "--rollout-temperature",
         type=non_negative_float,
         default=1.0,
-        help="Sampling temperature, above 0; the trainer divides its logits by it as well.",
+        help="Sampling temperature, above 0; the trainer divides its logits by it too.",
     )
     group.add_argument(
         "--rollout-top-p",
@@ -59,11 +59,11 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rollout-max-context-len",
         type=positive_int,
-        help="Most tokens of prompt and response together, in turns and in custom functions. The built-in generate "
-        "function limits its prompts alone, by default to one token less.",
+        help="Maximum tokens of prompt and response together, for turns and custom functions. The built-in generate "
+        "function limits only its prompts, by default to one token less.",
     )
     group.add_argument("--rollout-max-prompt-len", type=positive_int, help="Leave out prompts with more tokens.")
-    group.add_argument("--rollout-max-response-len", type=positive_int, help="Most tokens of a response.")
+    group.add_argument("--rollout-max-response-len", type=positive_int, help="Maximum tokens of a response.")
     group.add_argument(
         "--rollout-skip-special-tokens", action="store_true", help="Remove special tokens from the text of responses."
     )
@@ -77,7 +77,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_collection(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("rollout", "Size of a rollout and treatment of unfinished or stale groups.")
+    group = parser.add_argument_group("rollout", "Size of a rollout, and handling of unfinished or stale groups.")
     group.add_argument("--rollout-batch-size", type=positive_int, help="Prompts in one rollout. Required.")
     group.add_argument("--n-samples-per-prompt", type=positive_int, default=1, help="Responses per prompt.")
     group.add_argument(
@@ -88,7 +88,7 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--partial-rollout",
         action="store_true",
-        help="Keep responses that are aborted when a rollout is full, and continue them in the next rollout.",
+        help="Keep responses that are aborted because a rollout is full, and continue them in the next rollout.",
     )
     group.add_argument(
         "--mask-offpolicy-in-partial-rollout",
@@ -98,33 +98,32 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-staleness",
         type=non_negative_int,
-        help="Most weight versions between the oldest token of a sample and its training. Default: no limit. "
-        "train_async.py needs 1 or more.",
+        help="Maximum number of weight versions between the oldest token of a sample and its training. Default: no "
+        "limit. train_async.py needs 1 or more.",
     )
     group.add_argument(
         "--stale-group-policy",
         choices=["regenerate", "mask"],
         default="regenerate",
-        help="What happens to a group beyond --max-staleness: it is generated again, or kept with its stale samples "
-        "masked.",
+        help="Handling of a group beyond --max-staleness: generate it again, or keep it with stale samples masked.",
     )
     group.add_argument(
         "--rollout-data-transport",
         choices=["object-store", "nixl"],
         default="object-store",
-        help="How rollout data gets to the trainer: Ray's object store, or NIXL, from memory to memory.",
+        help="Transport of rollout data to the trainer: Ray's object store, or NIXL, from memory to memory.",
     )
     group.add_argument(
         "--rollout-external-engine-addrs",
         nargs="+",
         metavar="HOST:PORT",
-        help="Addresses of engines that run outside of the job; slime starts none.",
+        help="Addresses of engines that run outside of the job; slime then starts none.",
     )
     group.add_argument(
         "--unsafe-local-sandbox",
         action="store_true",
-        help="Do not isolate the sandboxes of this machine: programs that the model wrote may do whatever the rollout "
-        "process may. Needed where namespaces of users are not available.",
+        help="Do not isolate local sandboxes: programs that the model wrote may do whatever the rollout process may. "
+        "Needed if user namespaces are not available.",
     )
     group.add_argument(
         "--use-distributed-post", action="store_true", help="Send HTTP requests from several Ray actors."
@@ -138,7 +137,7 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--rollout-task-type", default="math", help="Task name to send to the rollout buffer service.")
     group.add_argument(
-        "--num-rollout", type=non_negative_int, help="Rollouts of the whole run; takes precedence over --num-epoch."
+        "--num-rollout", type=non_negative_int, help="Rollouts in the whole run; takes precedence over --num-epoch."
     )
     group.add_argument("--num-epoch", type=positive_int, help="Passes over the prompts, instead of --num-rollout.")
     group.add_argument(
@@ -150,17 +149,17 @@ def _add_collection(parser: argparse.ArgumentParser) -> None:
 
 def _add_turns(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("turns", "Conversations of the policy with tools and environments.")
-    parser.set_defaults(tool_readers={})  # prefix of what is no function -> import path of what reads its tools
+    parser.set_defaults(tool_readers={})  # prefix of a tool source that is not a function -> import path of its reader
     group.add_argument(
-        "--rollout-max-turns", type=positive_int, default=16, help="Turns of the policy; then a sample is truncated."
+        "--rollout-max-turns", type=positive_int, default=16, help="Turns of the policy before a sample is truncated."
     )
     group.add_argument(
-        "--turn-timeout-s", type=wait_s, default=60.0, help="Seconds for a tool, or for a step of the environment."
+        "--turn-timeout-s", type=wait_s, default=60.0, help="Seconds a tool, or a step of the environment, may take."
     )
 
 
 def derive_lengths(args: Namespace) -> None:
-    """Leave room for at least one token of response in a limited context."""
+    """Limit prompts such that a limited context has room for at least one response token."""
     if args.rollout_max_context_len is not None:
         if args.rollout_max_prompt_len is None:
             args.rollout_max_prompt_len = args.rollout_max_context_len - 1
@@ -169,7 +168,7 @@ def derive_lengths(args: Namespace) -> None:
 
 
 def check_rollouts(args: Namespace) -> Iterator[str]:
-    """Yield one message for each length, package or sampling flag that is missing or cannot work."""
+    """Yield one message per length, package or sampling flag that is missing or invalid."""
     if args.num_rollout is None and args.num_epoch is None:
         yield NO_LENGTH
     if args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset:
@@ -212,7 +211,7 @@ def check_rollouts(args: Namespace) -> Iterator[str]:
 
 
 def check_rollout_functions(args: Namespace) -> Iterator[str]:
-    """Yield one message for each rollout function that cannot work with the other flags."""
+    """Yield one message per rollout function that conflicts with other flags."""
     evaluation = args.eval_function_path if args.eval_datasets and not args.debug_train_only else None
     if evaluation == FULLY_ASYNC:
         yield (
@@ -244,7 +243,7 @@ def check_rollout_functions(args: Namespace) -> Iterator[str]:
 
 
 def advise_rollouts(args: Namespace) -> None:
-    """Log settings of rollouts that do not count."""
+    """Log rollout settings without effect."""
     if args.num_rollout is not None and args.num_epoch is not None:
         logger.warning("--num-rollout %d takes precedence over --num-epoch %d.", args.num_rollout, args.num_epoch)
     if args.rollout_function_path == FULLY_ASYNC and args.over_sampling_batch_size > args.rollout_batch_size:

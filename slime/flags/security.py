@@ -26,7 +26,7 @@ SECRET_BYTES = 32
 
 @dataclass(frozen=True, kw_only=True)
 class SecretFlags:
-    """The flags from which the job's secret is made, with defaults for those of SGLang and its router."""
+    """The flags that determine the job's secret, with defaults for those of SGLang and its router."""
 
     job_secret_file: str | None
     no_job_secret: bool
@@ -38,7 +38,7 @@ class SecretFlags:
 
     @property
     def given(self) -> dict[str, str]:
-        """Keys of the command line, by their flags."""
+        """Keys given on the command line, by flag."""
         keys = {
             "--sglang-admin-api-key": self.sglang_admin_api_key,
             "--sglang-api-key": self.sglang_api_key,
@@ -59,7 +59,7 @@ def trusts_remote_code(args: Any) -> bool:
 
 
 def job_secret(args: Any) -> str | None:
-    """Return the job's secret; None where ``args``, complete or not, has none."""
+    """Return the job's secret; None if ``args``, complete or partial, has none."""
     return read_config(_Trust, args).job_secret
 
 
@@ -70,29 +70,30 @@ def add_security_arguments(parser: argparse.ArgumentParser) -> None:
         "--job-secret-file",
         type=file_path,
         metavar="FILE",
-        help="File with the secret that engines, routers and the job's other servers want of their clients; made, "
-        "readable to its owner alone, when it is not there. Default: --sglang-api-key, else a secret that only the "
+        help="File with the secret that engines, routers and the job's other servers require from clients; created, "
+        "readable only by its owner, if it does not exist. Default: --sglang-api-key, else a secret that only the "
         "job knows.",
     )
     group.add_argument(
         "--no-job-secret",
         action="store_true",
-        help="Guard no server: whoever reaches an engine's address replaces its weights and runs code in it.",
+        help="Do not guard any server: anyone who can reach an engine's address can replace its weights and run code "
+        "in it.",
     )
 
     group.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="Run the Python code that the model's folder brings along for its tokenizer, config or model, in the job "
-        "and in its engines.",
+        help="Run the Python code in the model's folder for its tokenizer, config or model, in the job and in its "
+        "engines.",
     )
 
 
 def derive_job_secret(args: Namespace) -> None:
-    """Take the secret from its file or from the command line, or make one."""
+    """Take the secret from its file or the command line, or create one."""
     flags = read_config(SecretFlags, args, add_security_arguments)
     if flags.no_job_secret:
-        logger.warning("--no-job-secret: whoever reaches this job's addresses runs code in its engines.")
+        logger.warning("--no-job-secret: anyone who can reach this job's addresses can run code in its engines.")
         args.job_secret = None
     elif flags.job_secret_file is not None:
         args.job_secret = secret_of_file(Path(flags.job_secret_file), "--job-secret-file")
@@ -101,15 +102,15 @@ def derive_job_secret(args: Namespace) -> None:
 
 
 def new_secret() -> str:
-    """Return a secret that nobody can guess."""
+    """Return a new random secret."""
     return secrets.token_urlsafe(SECRET_BYTES)
 
 
 def secret_of_file(path: Path, flag: str, *, make: bool = True) -> str:
-    """Return the secret in a file, which is made when it is not there; with ``make`` False that is an error.
+    """Return the secret in a file.  If the file does not exist, create it, or raise an error if ``make`` is False.
 
     Raises:
-        ConfigError: the file cannot be read or made, is empty, or lets other users read it.
+        ConfigError: the file cannot be read or created, is empty, or is readable by other users.
     """
     try:
         if make and not path.exists():
@@ -126,19 +127,19 @@ def secret_of_file(path: Path, flag: str, *, make: bool = True) -> str:
 
 
 def _make_secret(path: Path) -> None:
-    """Write a new secret to ``path``, with its content from the first moment on; one that is there stays."""
-    handle, unfinished = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # for its owner alone
+    """Create ``path`` with a new secret, atomically with its content; an existing file stays."""
+    handle, unfinished = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # readable only by its owner
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(new_secret() + "\n")
-        with contextlib.suppress(FileExistsError):  # another process was first, and its secret counts
+        with contextlib.suppress(FileExistsError):  # another process was first; its secret is used
             os.link(unfinished, path)
     finally:
         os.unlink(unfinished)
 
 
 def check_security(args: Namespace) -> Iterator[str]:
-    """Yield one message for each combination of keys that cannot work."""
+    """Yield one message per invalid combination of keys."""
     flags = read_config(SecretFlags, args, add_security_arguments)
     names = " and ".join(flags.given)
     if flags.no_job_secret and (flags.given or flags.job_secret_file):

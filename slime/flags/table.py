@@ -1,7 +1,7 @@
-"""Names, types and help of every flag, without the seconds that importing torch, Megatron and SGLang takes.
+"""Names, types and help of every flag, without importing torch, Megatron and SGLang, which takes seconds.
 
-``scripts/make_docs.py`` writes table.json from the parser.  What the table does not hold is left to the parser: types
-of Megatron's and SGLang's own, and values and defaults that SGLang chooses by the machine.
+``scripts/make_docs.py`` generates table.json from the parser.  The table leaves out Megatron's and SGLang's own types,
+and values and defaults that SGLang chooses by machine; the parser handles them.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from slime.flags.parser import Parser
 TABLE = Path(__file__).with_name("table.json")
 PACKAGE = TABLE.parents[1]
 FROM_SGLANG = ("sglang engine", "sglang router")
-"""Groups that mirror the installed SGLang; its own help lists their flags."""
+"""Groups that mirror the installed SGLang, whose own help lists their flags."""
 PACKAGES = ("megatron-core", "sglang", "sglang-router")
-"""Those that declare flags."""
+"""Packages that declare flags."""
 
 
 class _NamesOrPaths(list[str]):
-    """Choices of a flag that takes import paths, too."""
+    """Choices of a flag that also accepts import paths."""
 
     def __contains__(self, value: object) -> bool:
         return super().__contains__(value) or (isinstance(value, str) and "." in value)
 
 
 def read_table() -> dict[str, Any]:
-    """Return the table: versions, groups, and words that are no flags."""
+    """Return the table: versions, groups, and words that are not flags."""
     table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     return table
 
 
 def is_of_installed(table: dict[str, Any]) -> bool:
-    """Return True when the packages here are those that the table was made from."""
+    """Return True if the installed packages have the versions from which the table was generated."""
     return bool(table["versions"] == _versions())
 
 
 def is_declared(flag: str) -> bool:
-    """Return True for a flag that the sources of slime or of an extension declare, in the table or not yet."""
+    """Return True for a flag that the source of slime or an extension declares, even if the table lacks it."""
     declares = re.compile(rf'(add_argument\(|flag=)\s*"{re.escape(flag)}"')
     files = (*PACKAGE.glob("flags/*.py"), *PACKAGE.glob("ext/*/flags.py"))
     return any(declares.search(file.read_text(encoding="utf-8")) for file in files)
 
 
 def parser_of_table(table: dict[str, Any], only: Collection[str] | None = None) -> Parser:
-    """Return a parser of the flags in the table, or of those whose first name is in ``only``."""
+    """Return a parser for all flags in the table, or for those whose first name is in ``only``."""
     parser = Parser(prog="train.py", description="Reinforcement learning post-training with Megatron and SGLang.")
     for group in table["groups"]:
         rows = [row for row in group["flags"] if only is None or row["names"][0] in only]
@@ -86,7 +86,7 @@ def _type(kind: str | dict[str, Any]) -> Any:
 
 
 def table_text(parser: argparse.ArgumentParser, no_flags: dict[str, str]) -> str:
-    """Return the content of table.json, one line a flag."""
+    """Return the content of table.json, with one line per flag."""
     groups = []
     for group in parser._action_groups:
         rows = [
@@ -125,7 +125,7 @@ def _row(action: argparse.Action, *, is_of_slime: bool) -> dict[str, Any]:
 
 
 def _kind_of(kind: Any) -> str | dict[str, Any] | None:
-    """Return what the table says of a type; None for one that only the parser has."""
+    """Return a type's entry in the table; None for a type that only the parser has."""
     if isinstance(kind, WholeNumber | Number):
         bounds = {field.name: getattr(kind, field.name) for field in fields(kind)}
         given = {field.name: bounds[field.name] for field in fields(kind) if bounds[field.name] != field.default}

@@ -1,4 +1,4 @@
-"""Training: precision, memory, which parameters learn.
+"""Training: precision, memory, trained parameters.
 
 The model's shape and the parallel layout are Megatron's flags, added by ``slime.backends.megatron_utils.arguments``.
 """
@@ -63,7 +63,7 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
         "--qwen-gdn-backend",
         choices=["fla", "flashqla"],
         default="fla",
-        help="Kernels of Qwen3-Next's gated delta net; plain torch where they are not installed.",
+        help="Kernels of Qwen3-Next's gated delta net; plain torch if they are not installed.",
     )
     group.add_argument(
         "--train-env-vars",
@@ -89,7 +89,7 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Contiguous context-parallel slices with gathered keys and values (DeepSeek sparse attention only).",
     )
-    group.add_argument("--padded-vocab-size", type=positive_int, help="Rows of the embedding, padding included.")
+    group.add_argument("--padded-vocab-size", type=positive_int, help="Rows of the embedding, including padding.")
     group.add_argument(
         "--data-pad-size-multiplier",
         type=positive_int,
@@ -110,7 +110,9 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_parameters(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("trained parameters", "Parameters to train; patterns are searched in names.")
+    group = parser.add_argument_group(
+        "trained parameters", "Parameters to train, by patterns searched in their names."
+    )
     group.add_argument(
         "--only-train-params-name-list",
         nargs="*",
@@ -175,7 +177,7 @@ def _add_alignment(parser: argparse.ArgumentParser) -> None:
 
 
 def check_training(args: Namespace) -> Iterator[str]:
-    """Yield one message for each list of parameter names that cannot work."""
+    """Yield one message per invalid list of parameter names."""
     for flag in ("only_train_params_name_list", "freeze_params_name_list"):
         for pattern in getattr(args, flag) or []:
             try:
@@ -185,17 +187,17 @@ def check_training(args: Namespace) -> Iterator[str]:
 
 
 def keeps_moments(args: Namespace) -> bool:
-    """Return whether Adam keeps anything from step to step; an extension has a form that does not."""
+    """Return True if Adam keeps state between steps; an extension has a stateless variant."""
     return not vars(args).get("use_stateless_adam")
 
 
 def derive_precision(args: Namespace) -> None:
-    """Use bf16 with CUDA and fp32 without, unless one was asked for."""
+    """Derive the precision: bf16 with CUDA and fp32 without, unless a flag sets it."""
     if not (args.fp32 or args.bf16 or args.fp16):
         cuda = is_for_cuda(args.runs_here)
         args.bf16 = cuda
         args.fp32 = not cuda
-        logger.info("Precision: %s (say --fp32, --bf16 or --fp16 for another)", "bf16" if cuda else "fp32: no CUDA")
+        logger.info("Precision: %s (change it with --fp32, --bf16 or --fp16)", "bf16" if cuda else "fp32: no CUDA")
 
 
 _OF_SAVES = ("save_interval", "save_hf", "async_save", "keep_last")

@@ -1,4 +1,4 @@
-"""Weight updates: how new weights go from the trainer to the engines."""
+"""Weight updates: pushes of new weights from the trainer to the engines."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def add_weight_sync_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--weight-push-failure",
         choices=["refill", "drop", "stop"],
-        help="What happens to an engine that fails a push: refill restarts it with the new weights, drop excludes it "
-        "from then on, stop ends the run. Default: refill with --use-fault-tolerance, else stop.",
+        help="Handling of an engine that fails a push: refill restarts it with the new weights, drop excludes it for "
+        "the rest of the run, stop ends the run. Default: refill with --use-fault-tolerance, else stop.",
     )
     group.add_argument(
         "--check-weight-update-equal",
@@ -30,7 +30,7 @@ def add_weight_sync_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def derive_weight_sync(args: Namespace) -> None:
-    """Restart an engine that fails a push, where engines are restarted."""
+    """Derive the handling of an engine that fails a push: restart it if the run restarts engines."""
     if args.weight_push_failure is None:
         refills = args.use_fault_tolerance and not args.rollout_external
         args.weight_push_failure = "refill" if refills else "stop"

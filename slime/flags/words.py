@@ -1,4 +1,4 @@
-"""The words of a command line: which are flags, and what to say to those that no parser knows."""
+"""The words of a command line: which ones are flags, and error messages for unknown ones."""
 
 from __future__ import annotations
 
@@ -58,27 +58,27 @@ PEERS_FLAGS = {
     **dict.fromkeys(("--lora-r", "--lora-dim"), "--lora-rank"),
     "--report-to": "--use-wandb",
 }
-"""What other trainers call a flag -> ours."""
+"""A flag of other trainers -> our flag."""
 PEERS_VALUES = {
     "dapo": "DAPO is grpo with other flags: docs/howto/dapo.md",
     "dr_grpo": "Dr. GRPO is grpo with --disable-grpo-std-normalization and examples/DrGRPO/custom_reducer.py",
     "rloo": "RLOO is an estimator by its import path: examples.custom_estimator.rloo.rloo",
     "reinforce": "it is called reinforce_plus_plus",
 }
-"""Their value of --advantage-estimator -> what to give."""
+"""A value of --advantage-estimator in other trainers -> what to use here."""
 
 _DASH = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]-?|-[\u2010-\u2015\u2212]")
 """Dashes that text processors put in place of one or two hyphens."""
 
 
 def missing_flags(args: argparse.Namespace) -> list[str]:
-    """Return a message for each flag that every run needs, and this one does not have."""
+    """Return a message for each required flag that is not given."""
     given = vars(args)
     return [message for names, message in _NEEDED.items() if all(given.get(name) is None for name in names)]
 
 
 def engine_flags_are_idle(argv: Sequence[str]) -> bool:
-    """Return True when the command starts no engine, so that the engines' flags need not be understood."""
+    """Return True if the command starts no engine, so that the engines' flags need not be parsed."""
     names = {token.split("=", 1)[0] for token in argv}
     return bool(names & {"--debug-train-only", "--load-debug-rollout-data"})
 
@@ -105,19 +105,19 @@ def is_flag(token: str) -> bool:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Return the known names most like ``name``, the best first; none when nothing is like it."""
+    """Return the known names most similar to ``name``, best first; empty if none is similar."""
     candidates = [option for option in known if option.startswith("--")]
     name = name.replace("_", "-").lower()
-    # An engine's flag without the prefix is the likeliest slip of all.
+    # The most likely mistake is an engine's flag without the prefix.
     prefixed = [option for prefix in ("--sglang", "--router") if (option := prefix + name[1:]) in candidates]
     return (prefixed + difflib.get_close_matches(name, candidates, n=count, cutoff=0.72))[:count]
 
 
 def refuse_unknown(parser: Parser, argv: Sequence[str], leftover: Sequence[str]) -> None:
-    """Raise for what ``parse_known_args`` left over, naming the nearest known flags.
+    """Reject the words that ``parse_known_args`` left over, naming the most similar flags.
 
     Raises:
-        ConfigError: one line for each unknown flag, and one for each value that belongs to no flag.
+        ConfigError: one line per unknown flag, and one per value that belongs to no flag.
     """
     if not leftover:
         return
@@ -133,7 +133,7 @@ def refuse_unknown(parser: Parser, argv: Sequence[str], leftover: Sequence[str])
 
 
 def note_repeated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
-    """Log one line for each flag that is given several times with different values; argparse takes the last."""
+    """Log one line per flag that is given several times with different values; argparse uses the last."""
     found: dict[str, list[tuple[str, ...]]] = {}
     for flag, words in flags_with_values(argv):
         action = parser._option_string_actions.get(flag)
@@ -148,7 +148,7 @@ def note_repeated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
 
 
 def flags_with_values(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag with the words up to the next one."""
+    """Yield each flag with the words up to the next flag."""
     flag: str | None = None
     values: list[str] = []
     for token in argv:
@@ -201,7 +201,7 @@ def _stray_values(argv: Sequence[str], leftover: Sequence[str], unknown: set[str
             strays[token] -= 1
         else:
             followed.append((flag, token))
-    # Of a value that occurs twice the last one is the stray: the first belongs to its flag.
+    # If a value occurs twice, the last one is stray: the first belongs to its flag.
     found = []
     for flag, token in reversed(followed):
         if strays[token] > 0:
