@@ -1,9 +1,9 @@
-"""Model families: a file, or a folder of which these files are looked for by name.  Nothing else names one, except
-the table of vision towers by model type.
+"""Model families.  Each is a file, or a folder with the files below, which are found by name.  No other code names a
+family, except the table of vision towers by model type.
 
-family.py         what defines ``FAMILIES`` (``slime.backends.megatron_utils.models``); imports no Megatron, no SGLang
-layers.py         what ``--spec`` names by the folder: the layers, where megatron-core's options do not describe them
-sglang_hooks.py   what it mends in SGLang (``slime.backends.sglang_utils.hooks``)
+family.py         defines ``FAMILIES`` (``slime.backends.megatron_utils.models``); imports neither Megatron nor SGLang
+layers.py         layers that megatron-core's options cannot describe; ``--spec`` names them through the folder
+sglang_hooks.py   fixes in SGLang (``slime.backends.sglang_utils.hooks``)
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 
 def names_of_layers(folder: str) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a family's folder: it has what ``--spec`` asks for, of ``layers.py``.
+    """Return the ``__getattr__`` of a family's folder, which forwards the names that ``--spec`` uses to ``layers.py``.
 
-    These are ``check_stages`` and names that begin with ``get_``; the first of them imports the layers.
+    These are ``check_stages`` and names that start with ``get_``; the first access imports the layers.
     """
 
     def get(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and what is laid out like it: R1, Kimi-K2 (the text of 2.5), Moonlight, GLM-4.7-Flash.
+"""DeepSeek-V3 and models with its layout: R1, Kimi-K2 (the text model of 2.5), Moonlight, GLM-4.7-Flash.
 
 Multi-latent attention, dense layers first, then experts with a biased sigmoid router, and shared experts.
 """
@@ -18,7 +18,7 @@ DEEPSEEK = replace(LATENT_MOE, family="DeepSeek-V3 and models laid out like it")
 
 
 def text_alone(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the language model's part of a config.json that transformers has no class for."""
+    """Return the language model's part of a config.json for which transformers has no class."""
     return {**language_config(dict(config)), "text_config": None}
 
 

@@ -1,9 +1,9 @@
-"""Attention of DeepSeek-V4: one head of keys, which are the values, a window of them, and compressed entries.
+"""Attention of DeepSeek-V4: one key head, whose keys are also the values, over a window and compressed entries.
 
-    out[i] = sum over j of p[i, j] key[j],  j in the window of i and the entries that i attends to, with a sink a head
+    out[i] = sum over j of p[i, j] key[j],  j in the window of i and the entries that i attends to, one sink per head
 
-Query, keys and entries turn by their positions; the output turns back by the query's, since the values turned too.
-Groups of heads are projected apart, then together.
+Queries, keys and entries are rotated by their positions.  The values are rotated with the keys, so the output is
+rotated back by the query's position.  Groups of heads are projected separately, then together.
 
 Shapes: s = tokens of this tensor-parallel rank under sequence parallelism, else t; t = tokens; n = heads of this
 rank, g = groups of them; d = width of a head; C = compressed entries; k = keys of a query.
@@ -45,11 +45,11 @@ from slime_plugins.models.glm5.indexer import PackedStream
 from slime_plugins.models.glm5.sparse_attention import sparse_attention
 
 SINK_COLUMNS = 16
-"""Dimensions beside a head's that make a sink of an ordinary key; as many as keep rows aligned."""
+"""Extra dimensions that encode a head's sink as an ordinary key; as many as keep rows aligned."""
 
 
 def rotary_of(settings: Any, width: int) -> LatentRotary:
-    """Return angles of magnitude 1 from an entry of ``rope_parameters``, ``width`` dimensions of a head turning."""
+    """Return rotary angles of magnitude 1 from an entry of ``rope_parameters``, for ``width`` dimensions of a head."""
     if settings.get("rope_type", "default") == "default":
         return LatentRotary(width=width, base=settings["rope_theta"])
     return LatentRotary(
@@ -64,13 +64,13 @@ def rotary_of(settings: Any, width: int) -> LatentRotary:
 
 
 class KeyValueAttention(PackedAttention):
-    """Softmax with sinks over chosen rows of ``keys``, which are the values too."""
+    """Softmax with sinks over selected rows of ``keys``, which are also the values."""
 
     def forward(self, query: Tensor, keys: Tensor, indices: Tensor) -> Tensor:  # type: ignore[override]
         """Map queries [t, n, d], keys [K, d] and indices [t, k], -1 for none, to [t, n, d].
 
-        A sink is one more key: zeros where the value is, and ones in two more columns, in which the queries of a head
-        have its logit, rounded, and what rounding left.
+        The sink is one more key, with zeros as its value and ones in two extra columns.  In these columns the queries
+        of a head have the sink's rounded logit and the rounding error.
         """
         assert self.softmax_offset is not None
         width = query.size(-1)
@@ -87,7 +87,7 @@ class KeyValueAttention(PackedAttention):
 class CompressedAttention(MegatronModule):
     """Self-attention of one layer.
 
-    Tensor parallelism cuts heads and groups; keys and entries are whole on every rank, their gradients summed.
+    Tensor parallelism shards heads and groups; keys and entries are replicated, and their gradients summed.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class CompressedAttention(MegatronModule):
         *,
         layers: V4Layers,
     ) -> None:
-        """Take what megatron-core passes to any attention, and what config.json says of the layers."""
+        """Build with megatron-core's arguments for attention, and the settings of the layers from config.json."""
         super().__init__(config=config)
         assert pg_collection is not None
         self.layers, self.layer_number = layers, layer_number
@@ -140,7 +140,7 @@ class CompressedAttention(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params: Any = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """Return [s, 1, hidden] for [s, 1, hidden], each query within its own sequence, and no bias."""
+        """Map [s, 1, hidden] to [s, 1, hidden], each query within its own sequence; also return None for the bias."""
         assert packed_seq_params is not None, "DeepSeek-V4 takes packed sequences"
         own, num_tokens = OwnTokens.of(packed_seq_params, self.cp_group), PackedStream.of(packed_seq_params).num_tokens
         tables = kept_on(packed_seq_params, f"tables_of_{self.rotary}", lambda: self._tables(own.positions))
@@ -168,12 +168,12 @@ class CompressedAttention(MegatronModule):
         return RotaryTables(*self.rotary.tables(positions))
 
     def _window(self, own: OwnTokens, num_tokens: int) -> Tensor:
-        """Return [t, window] tokens of the stream that each own one sees, -1 for none."""
+        """Return [t, window]: the tokens of the stream in the window of each of this rank's tokens, -1 for none."""
         back = torch.arange(min(self.core_attention.window or num_tokens, num_tokens), device=own.places.device)
         return torch.where(back <= own.positions[:, None], own.places[:, None] - back, -1)
 
     def _over_ranks(self, x: Tensor) -> Tensor:
-        """Gather tokens on every tensor-parallel rank; the gradient is summed: each rank serves its heads."""
+        """Gather tokens on every tensor-parallel rank; the gradient is summed over the ranks."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(x, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(x, group=self.tp_group)

@@ -1,11 +1,11 @@
-"""Compressed entries of attention, and the indexer that chooses among them (transformers' ``deepseek_v4``).
+"""Compressed entries of attention, and the indexer that selects among them (transformers' ``deepseek_v4``).
 
-An entry is made of ``rate`` consecutive tokens of a sequence, those of each sequence counted from its first token:
+An entry combines ``rate`` consecutive tokens of a sequence, counted from the sequence's first token:
 
-    entry = turn(norm(sum over its tokens of softmax(gate + position bias) * value))
+    entry = rotate(norm(sum over its tokens of softmax(gate + position bias) * value))
 
-An entry that an indexer chooses overlaps: it is also made of the tokens before, by other columns of both projections.
-A query sees the entries whose tokens are all at or before its position.
+Entries that an indexer selects overlap: they also combine the preceding ``rate`` tokens, through other columns of both
+projections.  A query sees the entries whose tokens are all at or before its position.
 
 Shapes: T = tokens of the whole stream, C = entries of all its sequences, t = rows of this rank, r = tokens of an
 entry, m = series of an entry (2 where they overlap), d = width of an entry, h = hidden size, k = entries of a query.
@@ -42,9 +42,9 @@ from slime.backends.megatron_utils.layers.rotary import (
 from slime_plugins.models.glm5.indexer import PackedStream, index_scores
 
 Tables = Callable[[Tensor], RotaryTables]
-"""Positions [n] to cosines and sines [n, rope / 2]."""
+"""Positions [n] -> cosines and sines [n, rope / 2]."""
 _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
-"""Scores of one block of rows, by device."""
+"""Number of scores computed at a time, by device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +55,19 @@ class PackedEntries:
     tokens: Tensor
     """[C, r] the tokens of each entry."""
     before: Tensor
-    """[C] the entry before each in its sequence; C for none."""
+    """[C] the preceding entry in the sequence; C for none."""
     positions: Tensor
-    """[C] position in its sequence of each entry's first token."""
+    """[C] position of each entry's first token in its sequence."""
     first_T: Tensor
     """[T] the first entry of each token's sequence."""
     seen_T: Tensor
-    """[T] how many entries each token sees."""
+    """[T] number of entries that each token sees."""
     sequences: tuple[tuple[int, int, int, int], ...]
     """First token, end, first entry and entries of each sequence."""
 
     @classmethod
     def from_offsets(cls, cu_seqlens: Tensor, rate: int) -> PackedEntries:
-        """Make them of cumulative lengths [S + 1]; waits for the device once."""
+        """Build them from cumulative lengths [S + 1]; synchronizes with the device once."""
         cu = cu_seqlens.cpu().long()
         counts = cu.diff() // rate
         first = counts.cumsum(0) - counts
@@ -85,13 +85,13 @@ class PackedEntries:
 
     @classmethod
     def of(cls, packed_seq_params: Any, rate: int) -> PackedEntries:
-        """Return the entries of a micro-batch; made once and kept on megatron-core's description of it."""
+        """Return the entries of a micro-batch, built once and cached on its ``packed_seq_params``."""
         cu = cumulative_lengths(packed_seq_params)
         return kept_on(packed_seq_params, f"entries_of_{rate}", lambda: cls.from_offsets(cu, rate))
 
     def seen(self, tokens: Tensor, width: int | None = None) -> Tensor:
-        """Return [t, k]: the entries that each of ``tokens`` [t] sees, from the first on, -1 beyond; at most
-        ``width``.
+        """Return [t, k]: the entries that each of ``tokens`` [t] sees, starting with the first, at most ``width``; -1
+        pads.
         """
         longest = max((count for *_, count in self.sequences), default=0)
         place = torch.arange(longest if width is None else min(width, longest), device=tokens.device)
@@ -100,22 +100,22 @@ class PackedEntries:
 
 @dataclass(frozen=True, slots=True)
 class OwnTokens:
-    """The tokens of this context-parallel rank, as places in the whole stream."""
+    """The tokens of this context-parallel rank."""
 
     places: Tensor
-    """[t]"""
+    """[t] indices in the whole stream."""
     host_places: Tensor
     """[t] the same on the host."""
     positions: Tensor
-    """[t] in their sequences."""
+    """[t] positions in their sequences."""
     order: Tensor | None
-    """[T] the place of each token in what all ranks gather; None for one rank."""
+    """[T] index of each token in the ranks' gathered parts; None for a single rank."""
     group: Any
-    """The ranks."""
+    """The context-parallel group."""
 
     @classmethod
     def of(cls, packed_seq_params: Any, group: Any) -> OwnTokens:
-        """Return those of a micro-batch; made once and kept on megatron-core's description of it."""
+        """Return this rank's tokens of a micro-batch, built once and cached on its ``packed_seq_params``."""
 
         def make() -> OwnTokens:
             stream = PackedStream.of(packed_seq_params)
@@ -129,14 +129,14 @@ class OwnTokens:
         return kept_on(packed_seq_params, "own_tokens", make)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Map rows [t, ...] of this rank to those of all tokens [T, ...]; gradients go to their ranks."""
+        """Gather rows [t, ...] of this rank to those of all tokens [T, ...]; differentiable."""
         if self.order is None:
             return x
         return gather_from_sequence_parallel_region(x.contiguous(), group=self.group).index_select(0, self.order)
 
 
 class Compressor(torch.nn.Module):
-    """Makes entries, [C, d], whole on every tensor-parallel rank."""
+    """Computes entries [C, d], replicated on all tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, *, rate: int, width: int, overlaps: bool, tp_group: Any) -> None:
         """Create projections [m d, h], the position bias [r, m d] and the norm of an entry."""
@@ -147,11 +147,13 @@ class Compressor(torch.nn.Module):
         self.wgate = ReplicatedLinear(config.hidden_size, columns, config=config)
         self.ape = torch.nn.Parameter(torch.zeros(rate, columns, **cpu_platform.of_new_parameters(config)))
         self.norm = Norm(config, width, config.layernorm_epsilon)
-        # Behind the gathering of tokens all ranks compute the same: its gradient is whole on each.
+        # After the tokens are gathered, all ranks compute the same, so each has the complete gradient of the norm.
         vars(self.norm.weight)["sequence_parallel"] = False
 
     def forward(self, hidden_states: Tensor, own: OwnTokens, entries: PackedEntries, tables: Tables) -> Tensor:
-        """Map this rank's hidden states [s, 1, h] to the entries of all tokens; each rank uses them for its heads."""
+        """Map this rank's hidden states [s, 1, h] to the entries of all tokens [C, d]; each rank uses them for its
+        heads.
+        """
         value = self._tokens(self.wkv(hidden_states), own)[entries.tokens]
         gate = self._tokens(self.wgate(hidden_states), own)[entries.tokens] + self.ape
         if self.overlaps:
@@ -167,14 +169,14 @@ class Compressor(torch.nn.Module):
         return own.gathered(x.squeeze(1))
 
     def _with_tokens_before(self, x: Tensor, entries: PackedEntries, missing: float) -> Tensor:
-        """Map [C, r, 2 d] to [C, 2 r, d]: the first half of the columns is for the entry after."""
+        """Map [C, r, 2 d] to [C, 2 r, d]: the first half of a token's columns belongs to the next entry."""
         early, own = x.split(self.width, dim=-1)
         early = F.pad(early, (0, 0, 0, 0, 0, 1), value=missing)[entries.before]
         return torch.cat([early, own], dim=1)
 
 
 class EntryIndexer(torch.nn.Module):
-    """Chooses the entries that a query attends to, by a small attention to entries that it makes; not trained."""
+    """Selects the entries that a query attends to, with a small attention over its own entries; not trained."""
 
     def __init__(
         self,
@@ -187,7 +189,7 @@ class EntryIndexer(torch.nn.Module):
         rate: int,
         tp_group: Any,
     ) -> None:
-        """Create projections and the compressor of ``width``; a choice has no gradient, so none is trained."""
+        """Create projections and the compressor of ``width``, untrained, because the selection has no gradient."""
         super().__init__()
         self.config, self.heads, self.width, self.topk, self.tp_group = config, heads, width, topk, tp_group
         self.wq_b = ReplicatedLinear(query_rank, heads * width, config=config)
@@ -199,7 +201,7 @@ class EntryIndexer(torch.nn.Module):
     def forward(
         self, hidden_states: Tensor, query_latent: Tensor, own: OwnTokens, entries: PackedEntries, tables: Tables
     ) -> Tensor:
-        """Return [t, k] entries, -1 for none, from this rank's rows [s, 1, ...]."""
+        """Return [t, k] selected entries, -1 for none, for this rank's rows [s, 1, ...]."""
         key = self.compressor(hidden_states, own, entries, tables)
         count = hidden_states.size(0)
         first = self.tp_group.rank() * count if self.config.sequence_parallel else 0
@@ -217,19 +219,19 @@ class EntryIndexer(torch.nn.Module):
 def choose_entries(
     query: Tensor, weight: Tensor, key: Tensor, entries: PackedEntries, places: Tensor, host_places: Tensor, topk: int
 ) -> Tensor:
-    """Choose [t, k] entries, -1 where a row sees fewer; a row that sees at most ``topk`` attends to all of them.
+    """Select entries [t, k], -1 if a row sees fewer; a row that sees at most ``topk`` entries attends to all of them.
 
     Args:
         query: [t, heads, d]
-        weight: [t, heads] fp32, all scales included.
+        weight: [t, heads] fp32, including all scales.
         key: [C, d]
-        places: [t] of the rows' tokens in the stream, on the device; ``host_places`` on the host.
+        places: [t] indices of the rows' tokens in the stream, on the device; ``host_places`` on the host.
     """
     chosen = entries.seen(places, topk)
     for begin, end, first_entry, count in entries.sequences:
         if count <= topk:
             continue
-        # From the first token that sees more entries than it may attend to.
+        # Starts with the first token that sees more entries than it may attend to.
         rows = (host_places >= begin + (topk + 1) * entries.rate - 1) & (host_places < end)
         block = max(_BLOCK_ELEMENTS[query.device.type] // max(count * query.shape[1], 1), 1)
         for some in rows.nonzero().flatten().split(block):
@@ -244,5 +246,5 @@ def turn_last(x: Tensor, tables: RotaryTables) -> Tensor:
     """Rotate the last dimensions [..., rope] of rows [n, ..., d] in interleaved pairs, each row by its angles."""
     width = 2 * tables.cos.size(-1)
     plain, turning = x.split([x.size(-1) - width, width], dim=-1)
-    heads = turning.reshape(len(x), math.prod(x.shape[1:-1]), width)  # of no rows, too
+    heads = turning.reshape(len(x), math.prod(x.shape[1:-1]), width)  # also works for no rows
     return torch.cat([plain, apply_rotary(heads, tables, interleaved=True).view_as(turning)], dim=-1)

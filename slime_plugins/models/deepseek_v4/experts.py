@@ -1,6 +1,6 @@
-"""Experts of DeepSeek-V4: scores sqrt(softplus(x)), a gate with bounds, and layers whose experts a table chooses.
+"""Experts of DeepSeek-V4: scores sqrt(softplus(x)), a clamped gate, and layers whose experts come from a table.
 
-Shapes: T = tokens that this rank routes, E = experts, k = experts of a token.
+Shapes: T = tokens that this rank routes, E = experts, k = experts per token.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from slime.backends.megatron_utils.layers.router import Router, RouterInputs, pa
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs(RouterInputs):
-    """Inputs of a router that looks at tokens."""
+    """Inputs of a router that reads token ids."""
 
     token_ids: Tensor | None = None
     """[tokens of this context-parallel rank]"""
 
 
 class SqrtSoftplusRouter(Router):
-    """Takes the best k by score and bias; weights are their scores, which add up to the scaling factor."""
+    """Chooses the top k by score plus bias; weights are their scores, normalized to sum to the scaling factor."""
 
     def routing(self, logits: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
         """Map logits [T, 1, E] to weights and choices, both [T, E]."""
@@ -50,13 +50,13 @@ class SqrtSoftplusRouter(Router):
         return probabilities, routing_map
 
     def choose(self, scores: Tensor, topk: int, **_: Any) -> tuple[Tensor, Tensor]:
-        """Return scores and ids [T, k] of the chosen; the signature is megatron-core's."""
+        """Return scores and ids [T, k] of the chosen experts; the signature is megatron-core's."""
         ids = (scores if self.expert_bias is None else scores + self.expert_bias).topk(topk, dim=1).indices
         return scores.gather(1, ids), ids
 
 
 class TableRouter(SqrtSoftplusRouter):
-    """Takes the experts that a table has for the token; the scores are weights only."""
+    """Looks a token's experts up in a table; the scores are only weights."""
 
     table: Tensor
     """[vocabulary, k] int64; see :meth:`take_table`."""
@@ -66,15 +66,15 @@ class TableRouter(SqrtSoftplusRouter):
         own = copy.copy(config)
         own.moe_router_enable_expert_bias = False
         super().__init__(own, pg_collection)
-        del self.expert_bias  # megatron-core moves the bias of every module that has the attribute
+        del self.expert_bias  # megatron-core updates the bias of every module with this attribute
         self.token_ids: Tensor | None = None
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Convert as any module does: there is no bias to keep in fp32."""
+        """Convert like any module: there is no bias to keep in fp32."""
         return torch.nn.Module._apply(self, fn, *args, **kwargs)
 
     def take_table(self, table: Tensor) -> None:
-        """Keep the table of a checkpoint, a constant: no part of any checkpoint of the trainer."""
+        """Set the table, a constant that the trainer does not save in its checkpoints."""
         self.register_buffer("table", table.long().to(self.weight.device), persistent=False)
 
     def take(self, inputs: RouterInputs) -> None:
@@ -89,18 +89,18 @@ class TableRouter(SqrtSoftplusRouter):
 
 
 class BoundedExperts(RoutedExperts):
-    """Experts, and one that sees every token, with gate and up within bounds."""
+    """Routed experts and a shared expert, with clamped gate and up projections."""
 
     router_class = SqrtSoftplusRouter
 
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
-        """Take what megatron-core passes to any experts."""
+        """Build with megatron-core's arguments for experts."""
         own = copy.copy(config)
-        own.bias_activation_fusion = False  # the fused SwiGLU knows no bounds
+        own.bias_activation_fusion = False  # the fused SwiGLU does not clamp
         super().__init__(own, *args, **options)
 
 
 class TableExperts(BoundedExperts):
-    """The same, chosen by a table."""
+    """:class:`BoundedExperts` chosen by a table."""
 
     router_class = TableRouter

@@ -1,7 +1,7 @@
-"""DeepSeek-V4: attention to a window and to compressed entries, hyper-connections, experts that a table may choose.
+"""DeepSeek-V4: attention to a window and compressed entries, hyper-connections, experts chosen by router or table.
 
-Folders and engines have the names of the published checkpoints, not those of transformers' class.  The table of the
-first layers' experts (``tid2eid``) is a constant: trainer, engines and exports read it from ``--hf-checkpoint``.
+Folders and engines use the names of the published checkpoints, not those of transformers' class.  The table of the
+first layers' experts (``tid2eid``) is a constant that trainer, engines and exports read from ``--hf-checkpoint``.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from slime.train_data.model_dims import ModelDims
 from slime_plugins.models.shared_weights import gate_up_rule
 
 SPARSE, HEAVY, WINDOW = "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
-"""Entries of ``layer_types``: entries that an indexer chooses, all entries, none."""
+"""Values of ``layer_types``: attention to entries that an indexer selects, to all entries, to none."""
 HYPER_PARTS = ("fn", "base", "scale")
 """Parameters of a hyper-connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class V4Layers:
-    """What config.json says of the layers beyond the model flags; layers are counted from 1."""
+    """Settings of the layers in config.json that model flags do not express; layers are counted from 1."""
 
     kinds: tuple[str, ...]
     chosen_by_table: tuple[bool, ...]
-    """True for layers whose experts follow from the token alone."""
+    """True for layers whose experts depend only on the token id."""
     rates: Mapping[str, int]
-    """Kind of a layer -> tokens of a compressed entry."""
+    """Kind of layer -> tokens per compressed entry."""
     head_dim: int
     rope_dim: int
-    """Dimensions of a head that turn, the last ones; of the indexer's heads too."""
+    """Number of rotated dimensions of a head, the last ones; also for the indexer's heads."""
     query_rank: int
     out_groups: int
-    """Groups of heads that the output projection mixes apart."""
+    """Groups of heads that the output projection first projects separately."""
     out_rank: int
-    """Width of what it makes of each."""
+    """Width of a group's projection."""
     index_heads: int
     index_dim: int
     index_topk: int
@@ -47,13 +47,13 @@ class V4Layers:
     sinkhorn_steps: int
     hyper_epsilon: float
     window_rotary: Mapping[str, Any]
-    """Rotary settings of the layers with a window alone."""
+    """Rotary settings of the layers with only a window."""
     entry_rotary: Mapping[str, Any]
-    """Those of the others."""
+    """Rotary settings of the other layers."""
 
     @classmethod
     def of(cls, config: Config) -> V4Layers:
-        """Read config.json, completed."""
+        """Read a config.json with defaults filled in."""
         return cls(
             kinds=tuple(config["layer_types"]),
             chosen_by_table=tuple(kind == "hash_moe" for kind in config["mlp_layer_types"]),
@@ -74,7 +74,7 @@ class V4Layers:
         )
 
     def rate(self, layer: int) -> int:
-        """Return the tokens of a compressed entry of a layer; 0 where it has none."""
+        """Return the tokens per compressed entry of a layer; 0 if it has no entries."""
         return self.rates.get(self.kinds[layer - 1], 0)
 
     def has_indexer(self, layer: int) -> bool:
@@ -82,7 +82,7 @@ class V4Layers:
 
 
 def compressor_rules(megatron: str, hf: str) -> tuple[Rule, ...]:
-    """Return the rules of what makes compressed entries."""
+    """Return the rules of a compressor's parameters."""
     names = ("wkv.weight", "wgate.weight", "norm.weight", "ape")
     return tuple(Rule(f"{megatron}.{name}", (f"{hf}.{name}",)) for name in names)
 
@@ -133,20 +133,20 @@ DEEPSEEK_V4 = WeightMap(
     untrained=(r"mtp\..*", r"layers\.\d+\.ffn\.gate\.tid2eid"),
     engine_fp32=(*(f"_{part}" for part in HYPER_PARTS), "attn_sink", "compressor.ape"),
     not_applied=(".linear_group_proj.weight",),
-    # Heads of the indexer are weighed, engines multiply wo_a out, and the rest are plain linear layers there.
+    # weights_proj weights the indexer's heads, engines multiply wo_a out, and hold the rest as plain linear layers.
     plain_parts=("weights_proj", ".wo_a.", ".compressor.", "head."),
     computed_in_fp32=(
         *(".softmax_offset", ".weights_proj.weight"),
         *(f"{of}.{part}" for of in ("_streams", "stream_head") for part in HYPER_PARTS),
         "compressor.ape",
     ),
-    # SGLang joins each pair in one parameter, and asserts that one call brings both.
+    # SGLang fuses each pair into one parameter, and asserts that both arrive in one call.
     together=(("attn.wq_a", "attn.wkv"), ("compressor.wkv", "compressor.wgate")),
 )
 
 
 def deepseek_v4_flags(config: Config) -> Iterator[Flag | str]:
-    """Yield window, clamp and scores; refuse positions that the layers have not."""
+    """Yield window, clamp and scores, and messages for rotary positions that the layers do not support."""
     yield Flag("moe_router_score_function", "sigmoid", "the layers take sqrt(softplus) in its place")
     yield Flag("position_embedding_type", "none", "each kind of layer has other angles")
     if config.get("sliding_window"):
@@ -164,7 +164,7 @@ def deepseek_v4_flags(config: Config) -> Iterator[Flag | str]:
 
 
 def deepseek_v4_dims(dims: ModelDims, config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return latent attention of the same cost, and by layer what is not in it; nothing where only flags are known."""
+    """Return latent attention of equal cost, plus per-layer corrections; nothing if only flags are known."""
     if not config or not config.get("layer_types"):
         return {}
     layers, hidden = V4Layers.of(config), dims.hidden_size
@@ -185,7 +185,7 @@ def deepseek_v4_dims(dims: ModelDims, config: Mapping[str, Any] | None) -> dict[
     return {
         **{"attention": "latent", "q_lora": layers.query_rank, "kv_lora": 0, "rope_dim": layers.rope_dim},
         "qk_dim": head - layers.rope_dim,
-        # Both matrices of the output, as one of this width.
+        # Both output matrices, as one of this width.
         "v_dim": layers.out_rank * head // hidden + layers.out_groups * layers.out_rank // dims.num_attention_heads,
         "own_activations": 4 * streams * hidden,
         "layer_fields": tuple(fields),
@@ -208,7 +208,7 @@ FLASH: dict[str, Any] = {
         },
     },
 }
-"""config.json of DeepSeek-V4-Flash beside the model flags, completed."""
+"""Settings in the config.json of DeepSeek-V4-Flash that model flags do not express, with defaults filled in."""
 FAMILIES = (
     ModelFamily(
         model_types=("deepseek_v4",),

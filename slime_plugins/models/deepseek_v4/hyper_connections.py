@@ -1,9 +1,9 @@
 """Manifold-constrained hyper-connections: several residual streams in place of one (arXiv 2512.24880).
 
-    x        = sum over streams of before[i] * stream[i]                 what attention or experts take
+    x        = sum over streams of before[i] * stream[i]                 input of attention or experts
     stream'  = after[i] * f(x) + sum over j of mix[j, i] * stream[j]     mix doubly stochastic
 
-All three come out of one projection of the normed streams.
+All three come from one projection of the normalized streams.
 
 Shapes: t = tokens of this rank, m = streams, h = hidden size.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class _Streams(torch.nn.Module):
-    """Numbers for every token from a projection of its normed streams, computed in fp32."""
+    """Projects the normalized streams of every token, in fp32."""
 
     def __init__(self, config: TransformerConfig, *, num_streams: int, out: int, num_scales: int, eps: float) -> None:
         super().__init__()
@@ -48,10 +48,10 @@ class _Streams(torch.nn.Module):
 
 
 class HyperConnection(_Streams):
-    """What a half of a layer takes from the streams, and how its output joins them."""
+    """Computes the input of half a layer (attention or experts) from the streams, and how its output is added."""
 
     def __init__(self, config: TransformerConfig, *, num_streams: int, steps: int, eps: float) -> None:
-        """Create the projection; ``steps`` is how often rows and columns are normed."""
+        """Create the projection; ``steps`` is the number of times that rows and columns are normalized."""
         super().__init__(config, num_streams=num_streams, out=(2 + num_streams) * num_streams, num_scales=3, eps=eps)
         self.steps = steps
 
@@ -70,13 +70,13 @@ class HyperConnection(_Streams):
 
 
 def add_output(streams: Tensor, output: Tensor, after: Tensor, mix: Tensor) -> Tensor:
-    """Return the streams [t, 1, m, h] after a half of a layer gave ``output`` [t, 1, h]."""
+    """Return the streams [t, 1, m, h] after half a layer has returned ``output`` [t, 1, h]."""
     mixed = torch.matmul(mix.to(streams.dtype).transpose(-1, -2), streams)
     return after.to(streams.dtype).unsqueeze(-1) * output.unsqueeze(-2) + mixed
 
 
 class StreamHead(_Streams):
-    """Joins the streams in front of the final norm."""
+    """Joins the streams before the final norm."""
 
     def __init__(self, config: TransformerConfig, *, num_streams: int, eps: float) -> None:
         super().__init__(config, num_streams=num_streams, out=num_streams, num_scales=1, eps=eps)

@@ -2,12 +2,12 @@
 
     --spec slime_plugins.models.deepseek_v4 get_deepseek_v4_spec
 
-Sizes and kinds of layers are read from config.json of ``--hf-checkpoint`` (``family.py``).
+Sizes and kinds of layers are read from the config.json of ``--hf-checkpoint`` (``family.py``).
 
-attention.py           one head of keys for all, sinks, grouped output
-compression.py         compressed entries, and the indexer that chooses among them
+attention.py           one shared key head, sinks, grouped output
+compression.py         compressed entries, and the indexer that selects among them
 hyper_connections.py   the streams
-experts.py             scores, bounds, and experts that a table chooses
+experts.py             scores, clamping, and experts chosen by a table
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def get_deepseek_v4_spec(args: Namespace, config: TransformerConfig, vp_stage: i
     """Return the layers of this pipeline stage.
 
     Args:
-        args: ``hf_checkpoint`` is read: its config.json, and its tables of experts.
-        config: made from them.
-        vp_stage: which virtual stage of this rank.
+        args: complete flags; config.json and the expert tables of ``hf_checkpoint`` are read.
+        config: built from ``args``.
+        vp_stage: virtual pipeline stage on this rank.
 
     Raises:
-        ConfigError: the flags describe another model, or a layout that this one cannot have.
+        ConfigError: the flags describe another model, or an unsupported parallel layout.
     """
     if not args.hf_checkpoint:
         raise ConfigError("--hf-checkpoint is not given; its config.json says what layers DeepSeek-V4 has; give it.")
@@ -60,10 +60,10 @@ def get_deepseek_v4_spec(args: Namespace, config: TransformerConfig, vp_stage: i
 
 
 def check_stages(args: Namespace, config: TransformerConfig) -> None:
-    """Check flags and layout before a GPU is taken.
+    """Check flags and parallel layout before any GPU is used.
 
     Raises:
-        ConfigError: the layers cannot be cut or trained so.
+        ConfigError: the layers cannot be sharded or trained in this way.
     """
     tensor, modules = config.tensor_model_parallel_size, set(config.recompute_modules or ())
     groups = read_hf_config(args.hf_checkpoint)["o_groups"] if args.hf_checkpoint else tensor
@@ -91,21 +91,21 @@ def _v4_layer(layers: V4Layers, layer: ModuleSpec, number: int) -> ModuleSpec:
     """Return layer ``number``, from 1, with the parts of DeepSeek-V4."""
     attention = ModuleSpec(module=CompressedAttention, params={"layers": layers})
     experts = TableExperts if layers.chosen_by_table[number - 1] else BoundedExperts
-    # No projection is joined with the norm in front of it, so neither are they on disk.
+    # No projection is fused with the norm before it, so neither are they on disk.
     submodules = replace(layer.submodules, self_attention=attention, mlp=experts, sharded_state_dict_keys_map={})
     return replace(layer, module=StreamLayer, params={**layer.params, "layers": layers}, submodules=submodules)
 
 
 class StreamLayer(RoutedLayer):
-    """A layer between residual streams, [t, 1, m h]; the first is given one, and the last one joins them."""
+    """A layer over residual streams [t, 1, m h]; the first layer gets a single stream, and the last one joins them."""
 
     head: Any = None
-    """Of the last layer: joins the streams; the model holds it."""
+    """In the last layer, the module that joins the streams; the model owns it."""
 
     def __init__(
         self, config: TransformerConfig, submodules: Any, *args: Any, layers: V4Layers, **options: Any
     ) -> None:
-        """Take what megatron-core passes to any layer, and what config.json says of them."""
+        """Build with megatron-core's arguments for layers, and the settings of the layers from config.json."""
         super().__init__(config, submodules, *args, **options)
         self.num_streams = layers.num_streams
         sizes: dict[str, Any] = {
@@ -119,7 +119,7 @@ class StreamLayer(RoutedLayer):
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, *, packed_seq_params: Any = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """Map streams [t, 1, m h] to the same; ``packed_seq_params`` has the tokens, and what routers look at."""
+        """Map streams [t, 1, m h] to streams; ``packed_seq_params`` has the token ids and the routers' inputs."""
         streams = hidden_states.unflatten(-1, (-1, self.config.hidden_size))
         if self.layer_number == 1:
             streams = streams.expand(-1, -1, self.num_streams, -1)
@@ -134,12 +134,12 @@ class StreamLayer(RoutedLayer):
         if self.head is not None:
             return self.head(streams), None
         flat = streams.flatten(-2)
-        # The schedules free what a stage has sent, which a view would keep.
+        # The schedules free a stage's output once it is sent; a view would keep its memory.
         return make_viewless_tensor(flat, requires_grad=flat.requires_grad, keep_graph=True), None
 
 
 def _finish(layers: V4Layers, folder: str, model: Any) -> None:
-    """Give the built model what is outside of its layers: the join of the streams, and the tables of experts."""
+    """Add the modules outside of the layers to the built model: the stream head, and the expert tables."""
     model.register_forward_pre_hook(_keep_tokens, with_kwargs=True)
     last = model.decoder.layers[-1] if len(model.decoder.layers) else None
     if last is not None and last.layer_number == model.config.num_layers:

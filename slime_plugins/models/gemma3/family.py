@@ -11,12 +11,12 @@ from slime_plugins.models.shared_flags import windows
 from slime_plugins.models.shared_weights import ATTENTION, MLP, TOP
 
 LOCAL_ROTARY_BASE = 10000.0
-"""Of the layers with a window, in all published models."""
+"""Rotary base of the layers with a window, in all published models."""
 
 NO_SOFTCAPS = {"final_logit_softcapping": None, "attn_logit_softcapping": None, "use_bidirectional_attention": False}
 
 FOUR_NORMS = (
-    # Two spellings each: our layers keep the norms apart, TransformerEngine's inside the projection that follows.
+    # Two spellings each: our layers keep the norms separate, TransformerEngine's layers fuse them into the projection.
     Rule("input_layernorm.weight", ("input_layernorm.weight",)),
     Rule("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
     Rule("post_self_attn_layernorm.weight", ("post_attention_layernorm.weight",)),
@@ -28,7 +28,7 @@ GEMMA3 = WeightMap(family="Gemma 3", top=TOP, layer=(*FOUR_NORMS, *ATTENTION, *M
 
 
 def gemma3_flags(config: Config) -> Iterator[Flag | str]:
-    """Yield windows, rotary bases, the scale of attention."""
+    """Yield windows, rotary bases and the attention scale."""
     every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
     yield from windows(config, every)
     rotary = config.get("rope_parameters") or {}

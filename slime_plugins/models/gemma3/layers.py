@@ -1,10 +1,10 @@
-"""The layers of Gemma 3, text: windows with rotary angles of their own, a gated MLP with GELU, scaled embeddings.
+"""The layers of Gemma 3, text: windows with separate rotary angles, an MLP gated by GELU, scaled embeddings.
 
     --spec slime_plugins.models.gemma3 get_gemma3_spec --post-self-attn-layernorm --post-mlp-layernorm --qk-layernorm
     --apply-layernorm-1p --swiglu --window-size 511,0 --window-attn-skip-freq 6
 
-``--swiglu`` gives the MLP its gate.  The embedding's output times sqrt(hidden size) is computed by the first layer:
-the vocabulary projection, which is the same matrix, is not scaled.
+``--swiglu`` adds the MLP's gate.  The first layer multiplies the embedding's output by sqrt(hidden size): the
+vocabulary projection, which shares the matrix, is not scaled.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def get_gemma3_spec(args: Namespace, config: TransformerConfig, vp_stage: int | 
     """Return the layers of this pipeline stage.
 
     Args:
-        args: the norms after attention and MLP.
-        config: ``window_size`` and ``window_attn_skip_freq`` say which layers have a window.
-        vp_stage: which virtual stage of this rank.
+        args: complete flags; they select the norms after attention and MLP.
+        config: ``window_size`` and ``window_attn_skip_freq`` determine which layers have a window.
+        vp_stage: virtual pipeline stage on this rank.
 
     Raises:
         ConfigError: the flags describe another model.
@@ -49,7 +49,7 @@ def get_gemma3_spec(args: Namespace, config: TransformerConfig, vp_stage: int | 
 
 
 def check_stages(args: Namespace, config: TransformerConfig) -> None:
-    """Check, before a GPU is taken, that the flags describe this model.
+    """Check that the flags describe this model, before any GPU is used.
 
     Raises:
         ConfigError: they do not.
@@ -62,7 +62,7 @@ def check_stages(args: Namespace, config: TransformerConfig) -> None:
 
 
 def _gemma_layer(config: TransformerConfig, layer: ModuleSpec, number: int) -> ModuleSpec:
-    """Return layer ``number``, from 1, with the parts that only Gemma has."""
+    """Return layer ``number``, counted from 1, with the parts that only Gemma has."""
     attention = layer.submodules.self_attention
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number):
         params = {**attention.params, "rotary_base": LOCAL_ROTARY_BASE}
@@ -73,14 +73,14 @@ def _gemma_layer(config: TransformerConfig, layer: ModuleSpec, number: int) -> M
 
 
 class WindowAttention(PackedSelfAttention):
-    """Attention of a layer with a window: its rotary angles have a separate base, and are never stretched."""
+    """Attention of a layer with a window: its rotary angles have a separate base and are never stretched."""
 
     tables_name = "window_rotary_tables"
 
     def __init__(self, config: TransformerConfig, *args: Any, rotary_base: float, **options: Any) -> None:
-        """Take what megatron-core passes to any attention, and the base of the angles."""
+        """Build with megatron-core's arguments for attention, and the base of the rotary angles."""
         own = copy.copy(config)
-        own.yarn_rotary_scaling_factor = 1.0  # YaRN would scale cos and sin too
+        own.yarn_rotary_scaling_factor = 1.0  # YaRN would also scale cos and sin
         super().__init__(own, *args, **options)
         self.rotary_base = rotary_base
 
@@ -92,21 +92,21 @@ class WindowAttention(PackedSelfAttention):
         rotary_pos_emb: Any = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend with angles for as many positions as the model's have."""
+        """Attend with separate rotary angles, for as many positions as the model's angles."""
         given = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
         own = None if given is None else window_angles(given, self.rotary_base)
         return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=own, **options)
 
 
 def window_angles(angles: Tensor, base: float) -> Tensor:
-    """Return angles by position with the base of the layers with a window.
+    """Return angles by position for the layers with a window.
 
     Args:
-        angles: of the other layers, [positions, 1, 1, head dimension]; only its shape and device count.
-        base: of the rotary frequencies.
+        angles: angles of the other layers, [positions, 1, 1, head dimension]; only the shape and device are used.
+        base: base of the rotary frequencies.
 
     Returns:
-        Of the same shape, each angle twice, as two halves; fp32.
+        fp32 angles of the same shape, each angle twice, in two halves.
     """
     return plain_angles(angles.size(0), angles.size(-1), base, device=angles.device)
 
@@ -114,12 +114,12 @@ def window_angles(angles: Tensor, base: float) -> Tensor:
 def plain_angles(
     num_positions: int, width: int, base: float, *, num_turning: int | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Return [positions, 1, 1, head dimension] angles, each twice, as two halves; fp32.
+    """Return fp32 angles [positions, 1, 1, head dimension], each twice, in two halves.
 
     Args:
-        width: of a head.
-        base: of the rotary frequencies.
-        num_turning: pairs of dimensions that turn, the first ones; None for all.
+        width: head dimension.
+        base: base of the rotary frequencies.
+        num_turning: number of dimension pairs to rotate, the first ones; None for all.
     """
     frequencies = base ** -(torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
     if num_turning is not None:
@@ -134,7 +134,7 @@ class GeluMlp(MLP):
     def __init__(
         self, config: TransformerConfig, *args: Any, ffn_hidden_size: int | None = None, **options: Any
     ) -> None:
-        """Take what megatron-core passes to any MLP, and another width than the config's."""
+        """Build with megatron-core's arguments for an MLP; ``ffn_hidden_size`` overrides the config's width."""
         own = copy.copy(config)
         own.activation_func, own.bias_activation_fusion = gelu, False
         own.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
@@ -147,7 +147,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 class FirstLayer(SandwichLayer):
-    """The layer that reads the embedding."""
+    """The first layer, which scales the embedding."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         """Scale the embedding by sqrt(hidden size), rounded to its dtype, and run the layer."""

@@ -2,8 +2,8 @@
 
 GLM-4.5, 4.6 and 4.7: experts chosen by sigmoid scores with a bias, shared experts, an MTP layer.
 
-GLM-4.1V and GLM-4.6V-Flash are GLM-4, GLM-4.5V and GLM-4.6V are GLM-4.5, behind a vision tower.  Each axis of
-positions turns a run of frequencies, time the lowest; the layers take nothing of the tower.
+With a vision tower, GLM-4 becomes GLM-4.1V and GLM-4.6V-Flash, and GLM-4.5 becomes GLM-4.5V and GLM-4.6V.  Each
+position axis rotates a contiguous range of frequencies, time the lowest; no layer takes features of the tower.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ VISION = {
     "depth": 24, "hidden_size": 1536, "num_heads": 12, "in_channels": 3, "image_size": 336, "patch_size": 14,
     "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 4096,
 }  # fmt: skip
-"""``vision_config`` of the published models; what they differ in is the width of the merger."""
+"""``vision_config`` of the published models, which differ only in the width of the merger."""
 
 FAMILIES = (
     ModelFamily(

@@ -2,7 +2,7 @@
 
     --spec slime_plugins.models.glm4 get_glm_spec --post-self-attn-layernorm --post-mlp-layernorm
 
-The two flags are honoured without ``--spec`` too; the path is there for commands that name it.
+The two flags also work without ``--spec``; the path exists for commands that name it.
 """
 
 from __future__ import annotations

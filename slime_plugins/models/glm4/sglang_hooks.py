@@ -7,10 +7,10 @@ from typing import Any
 
 
 def positions_of_ids(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Return the positions of a request's ids, none of which is padding.
+    """Return the positions of a request's token ids, none of which is padding.
 
-    SGLang 0.5.15 masks them by the text of the same ids, tokenised again: where it has another number of tokens, as
-    a sampled response may, the request fails.
+    SGLang 0.5.15 masks them by re-tokenizing their text.  If that gives another number of tokens, which can happen for
+    a sampled response, the request fails.
     """
     return original(*args, **{**options, "attention_mask": None})
 

@@ -1,8 +1,8 @@
-"""Latent attention to chosen keys, in every parallel layout.
+"""Latent attention to selected keys, in every parallel layout.
 
-The keys and values of all heads are one latent per token (multi-latent attention in its absorbed form), so that a
-query's keys can be gathered by number: [kv_lora_rank | rotary].  The layers' weights are those of plain multi-latent
-attention, plus the indexer's in the layers that choose keys.
+The keys and values of all heads are one latent per token (multi-latent attention in its absorbed form),
+[kv_lora_rank | rotary], so a query's keys can be gathered by index.  The layers' weights are those of plain
+multi-latent attention, plus the indexer's in the layers that select keys.
 
 Shapes: s = tokens of this tensor-parallel rank under sequence parallelism, else t; t = tokens of this context-parallel
 rank; T = tokens of the whole stream; n = heads of this rank; k = keys per query; c = kv_lora_rank.
@@ -40,10 +40,10 @@ INDEXER_MODULES = ("wq_b", "wk", "weights_proj", "k_norm")
 
 
 class LatentUpProjection(ColumnParallelLinear):
-    """The up projection of keys and values, never applied to tokens: it is absorbed into queries and outputs.
+    """The up projection of keys and values, which is absorbed into queries and outputs and never applied to tokens.
 
-    The weight is asked for by a call, not by attribute, because Megatron's data parallelism waits for the gathering of
-    parameters in a hook before the call.
+    A call returns the weight, because Megatron's data parallelism waits for the all-gather of parameters in a
+    pre-forward hook, which an attribute access would bypass.
     """
 
     def forward(self) -> Tensor:
@@ -52,7 +52,7 @@ class LatentUpProjection(ColumnParallelLinear):
 
 
 class IndexKeyNorm(torch.nn.LayerNorm):
-    """LayerNorm of the indexer's keys, computed in fp32 whatever the model's norms are."""
+    """LayerNorm of the indexer's keys, computed in fp32 whatever the model's norms."""
 
     def __init__(self, config: MLATransformerConfig, size: int) -> None:
         super().__init__(size, eps=1e-6, **cpu_platform.of_new_parameters(config))
@@ -66,21 +66,21 @@ class IndexKeyNorm(torch.nn.LayerNorm):
 
 
 class SparseLatentAttention(LatentAttention):
-    """Self-attention of one layer: chooses keys, or takes over those that layer ``source_layer`` chose.
+    """Self-attention of one layer: selects keys, or reuses the selection of layer ``source_layer``.
 
-    The choice is kept on the micro-batch's ``packed_seq_params``, by the number of the layer that made it: it is there
-    again when the layer is recomputed, and pipelined micro-batches do not see each other's.
+    The selection is cached on the micro-batch's ``packed_seq_params``, by the number of the selecting layer.  So it is
+    available when a layer is recomputed, and pipelined micro-batches do not mix.
     """
 
     def __init__(
         self, *args: Any, settings: IndexerSettings, source_layer: int, is_computing: bool, **kwargs: Any
     ) -> None:
-        """Take what megatron-core passes to any core attention; ``k_channels`` is set by multi-latent attention.
+        """Build with the arguments of :class:`LatentAttention`.
 
         Args:
             settings: sizes of the indexer.
-            source_layer: number (from 1, over the whole model) of the layer whose keys are attended to.
-            is_computing: whether that is this layer, which then has an indexer.
+            source_layer: number (from 1, over the whole model) of the layer whose selection is used.
+            is_computing: True if that is this layer, which then has an indexer.
         """
         super().__init__(*args, **kwargs)
         self.settings = settings
@@ -96,8 +96,8 @@ class SparseLatentAttention(LatentAttention):
         self.wk = ReplicatedLinear(config.hidden_size, settings.head_dim, config=config)
         self.weights_proj = ReplicatedLinear(config.hidden_size, settings.num_heads, config=config)
         self.k_norm = IndexKeyNorm(config, settings.head_dim)
-        # The choice of keys has no gradient.  Trainable all the same, these parameters would shrink by weight decay,
-        # and a bucket of gradients that waits for theirs would never be sent.
+        # The selection of keys has no gradient.  If these parameters were trainable, weight decay would shrink them,
+        # and a gradient bucket that waits for their gradients would never be reduced.
         for name in INDEXER_MODULES:
             getattr(self, name).requires_grad_(False)
 
@@ -113,7 +113,7 @@ class SparseLatentAttention(LatentAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Args:
             hidden_states: [s, 1, hidden]
-            attention_mask: not used, attention is causal.
+            attention_mask: ignored; attention is causal.
             packed_seq_params: lengths over all context-parallel ranks.
 
         Returns:
@@ -137,7 +137,7 @@ class SparseLatentAttention(LatentAttention):
         return self.linear_proj(self.recomputed(absorb, (query_latent,), attend, key))
 
     def absorbed_query(self, query_latent: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """Map query latents [s, 1, rank] to [t, n, c + rope]: queries that meet the latents themselves."""
+        """Map query latents [s, 1, rank] to [t, n, c + rope]: queries that attend directly to the latents."""
         config = self.config
         query = self.linear_q_up_proj(query_latent)[0].squeeze(1).unflatten(-1, (self.num_heads, self.query_width))
         plain, turning = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
@@ -146,18 +146,18 @@ class SparseLatentAttention(LatentAttention):
         return torch.cat([latent, rotate_pairs(turning, cosines[:, None], sines[:, None])], dim=-1)
 
     def attend(self, query: Tensor, key: Tensor, indices: Tensor) -> Tensor:
-        """Attend from queries [t, n, c + rope] to keys [T, c + rope] of the whole stream; returns [t, 1, n * v]."""
+        """Attend from queries [t, n, c + rope] to keys [T, c + rope] of the whole stream; return [t, 1, n * v]."""
         _, value_weight = self._absorbed_weights()
         latent = sparse_attention(query, key, indices, scale=self.softmax_scale, value_dim=self.config.kv_lora_rank)
         return torch.einsum("tnc,nvc->tnv", latent, value_weight).flatten(1).unsqueeze(1)
 
     def _absorbed_weights(self) -> tuple[Tensor, Tensor]:
-        """Return the halves of the up projection: keys' [n, qk, c] and values' [n, v, c]."""
+        """Return the two parts of the up projection: for keys [n, qk, c], for values [n, v, c]."""
         weight = self.linear_kv_up_proj().unflatten(0, (self.num_heads, -1))
         key_weight, value_weight = weight.split([self.config.qk_head_dim, self.config.v_head_dim], dim=1)
         return key_weight, value_weight
 
-    # The choice of keys
+    # The selection of keys
 
     def chosen_keys(
         self,
@@ -167,7 +167,7 @@ class SparseLatentAttention(LatentAttention):
         cosines: Tensor,
         sines: Tensor,
     ) -> Tensor:
-        """Return [t, k] positions in the whole stream, -1 for none: this layer's choice, or that of its source."""
+        """Return [t, k] indices in the whole stream, -1 for none: this layer's selection, or its source layer's."""
         choices = vars(packed_seq_params).setdefault("chosen_keys", {})
         if self.is_computing:
             choices[self.source_layer] = self.choose(hidden_states, query_latent, packed_seq_params, cosines, sines)
@@ -186,7 +186,7 @@ class SparseLatentAttention(LatentAttention):
         cosines: Tensor,
         sines: Tensor,
     ) -> Tensor:
-        """Score and choose for this rank's rows; under sequence parallelism each rank does its share of them."""
+        """Score and select keys for this rank's rows; under sequence parallelism each rank handles a part of them."""
         settings, stream = self.settings, PackedStream.of(packed_seq_params)
         num_local, num_rank = hidden_states.size(0), cosines.size(0)
         first_local = self.tp_group.rank() * num_local if self.config.sequence_parallel else 0
@@ -228,7 +228,7 @@ class SparseLatentAttention(LatentAttention):
 def sparse_attention_spec(
     config: MLATransformerConfig, settings: IndexerSettings, *, source_layer: int, is_computing: bool
 ) -> ModuleSpec:
-    """Return self-attention of a layer that attends to the keys chosen by ``source_layer``."""
+    """Return the self-attention of a layer that uses the selection of ``source_layer``."""
     spec = latent_attention_spec(config)
     spec.module = SparseLatentAttention
     spec.params = {**spec.params, "settings": settings, "source_layer": source_layer, "is_computing": is_computing}
@@ -237,7 +237,7 @@ def sparse_attention_spec(
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather the parts of all ranks, one after the other in the first dimension; no gradient."""
+    """All-gather along the first dimension, without gradient."""
     if group.size() == 1:
         return x
     whole = x.new_empty(x.size(0) * group.size(), *x.shape[1:])

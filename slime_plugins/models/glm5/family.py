@@ -1,7 +1,7 @@
 """DeepSeek sparse attention: GLM-5, GLM-5.2 and DeepSeek-V3.2, which are DeepSeek-V3 with an indexer.
 
-Its heads turn in their first dimensions in the checkpoint, and in their last ones here, as those of Megatron do.  With
-index sharing only the layers that choose keys have an indexer.
+The indexer's heads rotate their first dimensions in the checkpoint, and their last dimensions here, like Megatron's
+heads.  With index sharing, only the layers that select keys have an indexer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEEPSEEK_SPARSE = replace(
     layer=(*LATENT_MOE.layer, *INDEXER),
     computed_in_fp32=(".weights_proj.weight",),
     not_applied=(".linear_kv_up_proj.weight",),
-    plain_parts=("weights_proj",),  # weighs the indexer's heads
+    plain_parts=("weights_proj",),  # weights the indexer's heads
 )
 
 INDEXER_SIZES = {
@@ -45,7 +45,7 @@ SPARSE_SPEC = "slime_plugins.models.glm5.glm5 get_glm5_spec"
 
 
 def sparse_dims(dims: ModelDims, hf_config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the dimensions of sparse attention; without a config.json, which alone tells its layers, none."""
+    """Return the dimensions of sparse attention; empty without a config.json, the only source for its layers."""
     if hf_config is None:
         return {}
     return {

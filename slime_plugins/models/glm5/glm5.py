@@ -1,9 +1,9 @@
-"""The layers of GLM-5, GLM-5.2 and DeepSeek-V3.2: latent attention to the keys that an indexer chooses.
+"""The layers of GLM-5, GLM-5.2 and DeepSeek-V3.2: latent attention to the keys that an indexer selects.
 
     --spec slime_plugins.models.glm5.glm5 get_glm5_spec
 
-Sizes of the indexer and the schedule of sharing are read from config.json of ``--hf-checkpoint``; everything else is
-the decoder block that the flags describe.
+The indexer's sizes and the sharing schedule are read from the config.json of ``--hf-checkpoint``; the flags describe
+the rest of the decoder block.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def get_glm5_spec(args: Namespace, config: MLATransformerConfig, vp_stage: int |
 
     Args:
         args: complete flags; ``hf_checkpoint`` and ``allgather_cp`` are read.
-        config: made from them.
-        vp_stage: which virtual stage of this rank.
+        config: built from ``args``.
+        vp_stage: virtual pipeline stage on this rank.
 
     Raises:
-        ConfigError: the flags describe no latent attention, or context parallelism without ``--allgather-cp``.
-        PipelineSplitError: a (virtual) pipeline stage would begin with a layer that takes over an earlier one's keys.
+        ConfigError: the flags do not describe latent attention, or context parallelism lacks ``--allgather-cp``.
+        PipelineSplitError: a (virtual) pipeline stage would start with a layer that reuses an earlier layer's keys.
     """
     _check(args, config)
     hf_config = read_hf_config(args.hf_checkpoint)
@@ -52,7 +52,7 @@ def get_glm5_spec(args: Namespace, config: MLATransformerConfig, vp_stage: int |
     sharing.check_stages(first_layers_of_stages(config, vp_stage))
 
     def sparse(layer: ModuleSpec, number: int) -> ModuleSpec:
-        """Put sparse attention in the place of a layer's own."""
+        """Replace a layer's self-attention with sparse attention."""
         attention = sparse_attention_spec(
             config, settings, source_layer=sharing.source(number), is_computing=sharing.computes(number)
         )
