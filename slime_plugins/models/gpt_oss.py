@@ -1,7 +1,8 @@
 """gpt-oss (20B, 120B): sinks and windows in attention, YaRN, biases everywhere, experts with a clamped gate.
 
-All of it is megatron-core's options; it has no special layers.  Folders and engines hold the experts of a layer
-in one tensor, [E, in, out] with gate and up in turn; published ones pack it as MXFP4, which is read, not pushed.
+Options of megatron-core describe all of it; it has no special layers.  Folders and engines hold the experts of a
+layer in one tensor [E, in, out], with gate and up interleaved.  Published folders pack it as MXFP4, which can be read
+but not pushed.
 
 Shapes: E = experts, h = hidden size, f = width of an expert.
 """
@@ -22,7 +23,7 @@ from slime_plugins.models.shared_weights import ATTENTION, NORMS, TOP, relaid_ru
 
 
 def halves_joined(turns: Tensor, shape: ModelDims) -> Tensor:
-    """[h, 2 f] or [2 f], gate and up in turn, to [2 f, h] or [2 f] with the gate on top."""
+    """Map [h, 2 f] or [2 f] with interleaved gate and up to [2 f, h] or [2 f] with the gate first."""
     rows = turns.t()
     return torch.cat([rows[::2], rows[1::2]])
 
@@ -33,7 +34,7 @@ def halves_in_turn(joined: Tensor, shape: ModelDims) -> Tensor:
 
 
 def transposed(matrix: Tensor, shape: ModelDims) -> Tensor:
-    """[f, h] to [h, f], and back."""
+    """Map [f, h] to [h, f], and back."""
     return matrix.t()
 
 
@@ -65,7 +66,7 @@ GPT_OSS = WeightMap(
 )
 
 WINDOW = 128
-"""``sliding_window`` of the published models: keys that a query of every other layer sees, its own among them."""
+"""``sliding_window`` of the published models: keys that a query sees in every other layer, including its own."""
 
 
 def gpt_oss_flags(config: Config) -> Iterator[Flag | str]:
@@ -103,7 +104,7 @@ FAMILIES = (
             "intermediate_size": "moe_ffn_hidden_size",
         },
         num_experts_key="num_local_experts",
-        # SGLang hands the routing of this model to Triton's grouped kernels, past its recorder.
+        # SGLang passes this model's routing to Triton's grouped kernels, which bypass its recorder.
         engine_hides_experts=True,
         published={
             name: _PUBLISHED for name in ("gpt-oss-20b", "gpt-oss-20b-bf16", "gpt-oss-120b", "gpt-oss-120b-bf16")

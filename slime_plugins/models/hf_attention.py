@@ -1,9 +1,9 @@
-"""Base class of an attention that a Hugging Face module computes, in every parallel layout.
+"""Base class for attention that a Hugging Face module computes, in every parallel layout.
 
-A subclass makes the module in ``__init__`` and calls it in ``hf_forward``; a ``--spec`` function puts the class in the
-place of a layer's self-attention, with ``params={"args": args}``.  The module sees whole sequences: every tensor- and
-context-parallel rank gathers the hidden states, computes the same, and keeps its own tokens.  That costs as many times
-the computation as there are such ranks, and no line of parallel code.
+A subclass creates the module in ``__init__`` and calls it in ``hf_forward``; a ``--spec`` function replaces a layer's
+self-attention with the subclass, with ``params={"args": args}``.  The module gets whole sequences: every tensor- and
+context-parallel rank gathers the hidden states, computes the same, and keeps its own tokens.  This needs no parallel
+code, but repeats the computation on every such rank.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class HuggingfaceAttention(MegatronModule, ABC):
 
     Args:
         args: the run's arguments; the config of ``args.hf_checkpoint`` becomes ``hf_config``.
-        config: Megatron's.
+        config: Megatron's config.
         layer_number: counts from 1; ``hf_layer_idx`` counts from 0.
-        cp_comm_type: what Megatron passes to any attention; not used.
-        pg_collection: the parallel groups; Megatron's own when None.
+        cp_comm_type: ignored; Megatron passes it to every attention.
+        pg_collection: the parallel groups; None for Megatron's own.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class HuggingfaceAttention(MegatronModule, ABC):
         """Compute the attention of a packed stream.
 
         Args:
-            hidden_states: [1, T, hidden], the sequences one after the other.
-            packed_seq_params: ``cu_seqlens_q`` says where they begin; padding is a separate sequence.
+            hidden_states: [1, T, hidden], the sequences concatenated.
+            packed_seq_params: ``cu_seqlens_q`` has the sequences' starts; padding is a separate sequence.
 
         Returns:
             [1, T, hidden].
@@ -82,21 +82,21 @@ class HuggingfaceAttention(MegatronModule, ABC):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Return this rank's tokens of the attention, [s, 1, hidden], and no bias.
+        """Return the attention's output for this rank's tokens, [s, 1, hidden], and None for the bias.
 
         Args:
             hidden_states: [s, 1, hidden]
-            attention_mask: not used, ``hf_forward`` knows the sequences.
+            attention_mask: ignored; ``hf_forward`` gets the sequences.
             packed_seq_params: lengths over all context-parallel ranks.
         """
         assert packed_seq_params is not None, "attention of a packed stream needs packed_seq_params"
         x = hidden_states
         if self.config.sequence_parallel:
-            # All ranks compute the same from here to the scatter, backwards too: each takes its slice of the gradient.
+            # From here to the scatter all ranks compute the same, also in the backward pass: each slices the gradient.
             x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=self.tp_group)
         if (cp_size := self.cp_group.size()) > 1:
             order = natural_order(packed_seq_params, cp_size)
-            # Backwards each rank has the gradient of its own tokens' outputs alone: the sum is what counts.
+            # In the backward pass each rank has only the gradient of its own tokens' outputs, so these are summed.
             x = gather_from_sequence_parallel_region(x, group=self.cp_group).index_select(0, order)
         out = self.hf_forward(x.transpose(0, 1), packed_seq_params).transpose(0, 1)
         if cp_size > 1:

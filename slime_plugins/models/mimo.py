@@ -1,4 +1,4 @@
-"""MiMo-7B: Qwen2's layers, and MTP layers under names of their own."""
+"""MiMo-7B: Qwen2's layers, and MTP layers with different names."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from slime_plugins.models.shared_weights import DENSE, relaid_rule
 
 
 def _swap_halves(weight: Tensor, shape: ModelDims) -> Tensor:
-    """Exchange the columns of [h, 2 h] for hidden states and for embeddings; its own inverse.
+    """Swap the columns of [h, 2 h] for hidden states and for embeddings; its own inverse.
 
-    MiMo joins [hidden; embedding], Megatron [embedding; hidden].
+    MiMo concatenates [hidden; embedding], Megatron [embedding; hidden].
     """
     left, right = weight.chunk(2, dim=1)
     return torch.cat([right, left], dim=1)
@@ -35,7 +35,7 @@ MIMO = replace(DENSE, family="MiMo", mtp=MTP, own_mtp_prefix="model.mtp_layers.{
 
 
 def mtp_layers(config: Config) -> Iterator[Flag]:
-    """Yield the MTP layers, which every run of this family builds unless it says otherwise."""
+    """Yield the number of MTP layers, which runs of this family build by default."""
     count = config.get("num_nextn_predict_layers")
     if count:
         yield Flag("mtp_num_layers", count, f"num_nextn_predict_layers is {count}", is_fact=False)

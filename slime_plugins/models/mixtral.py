@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, experts in every layer under names that others took over (MiniMax-M2)."""
+"""Mixtral: Mistral's attention, and experts in every layer, with names that others also use (MiniMax-M2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_plugins.models.shared_weights import ATTENTION, BLOCK_SPARSE_EXPERTS,
 
 
 def mixtral_flags(config: Config) -> Iterator[Flag | str]:
-    """Yield the experts; what SGLang does not read of config.json must say nothing."""
+    """Yield the experts, and messages for settings in config.json that SGLang ignores."""
     yield from window_is_idle(config)
     width, heads, hidden = (config.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size"))
     if width and heads and hidden and width * heads != hidden:

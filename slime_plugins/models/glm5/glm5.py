@@ -65,10 +65,10 @@ def get_glm5_spec(args: Namespace, config: MLATransformerConfig, vp_stage: int |
 
 
 def check_stages(args: Namespace, config: MLATransformerConfig) -> None:
-    """Check, before a GPU is taken, that every pipeline stage of the flags begins with a layer that chooses keys.
+    """Check, before any GPU is used, that every pipeline stage starts with a layer that selects keys.
 
     Raises:
-        PipelineSplitError: a (virtual) stage would begin with a layer that takes over an earlier one's keys.
+        PipelineSplitError: a (virtual) stage would start with a layer that reuses an earlier layer's keys.
     """
     if args.hf_checkpoint:
         virtual = 0 if config.virtual_pipeline_model_parallel_size else None
@@ -77,13 +77,13 @@ def check_stages(args: Namespace, config: MLATransformerConfig) -> None:
 
 
 def indexer_settings(hf_config: dict[str, Any]) -> IndexerSettings:
-    """Return the sizes of the indexer and how it pairs the dimensions that turn.
+    """Return the sizes of the indexer, and how it pairs rotated dimensions.
 
     Args:
-        hf_config: as ``read_hf_config`` gives it.
+        hf_config: result of ``read_hf_config``.
 
     Raises:
-        ConfigError: the config is not that of a model with an indexer.
+        ConfigError: the config's model has no indexer.
     """
     family = family_of(hf_config)
     if family is None or not family.sparse_architecture:
@@ -105,9 +105,9 @@ def indexer_settings(hf_config: dict[str, Any]) -> IndexerSettings:
 
 
 def first_layers_of_stages(config: MLATransformerConfig, vp_stage: int | None) -> list[int]:
-    """Return the first layer (from 1) of every pipeline stage that has layers, virtual ones included, in no order.
+    """Return the first layer (from 1) of every pipeline stage with layers, including virtual stages, in any order.
 
-    A ``--pipeline-model-parallel-layout`` tells megatron-core of this rank's stage only; there it is that one.
+    With ``--pipeline-model-parallel-layout`` megatron-core knows only this rank's stage, so only that one is returned.
     """
     if config.pipeline_model_parallel_layout is not None:
         has_layers = get_num_layers_to_build(config, vp_stage=vp_stage) > 0

@@ -1,7 +1,7 @@
-"""The layers of a sparse-attention model that choose keys, and those that share the choice of an earlier layer.
+"""The layers of a sparse-attention model that select keys, and those that share an earlier layer's selection.
 
-Layers are counted from 1, as Megatron's ``layer_number`` does.  A *computing* layer runs an indexer; a *skip* layer
-attends to the keys that the nearest computing layer below it chose.
+Layers are counted from 1, like Megatron's ``layer_number``.  A *computing* layer runs an indexer; a *skip* layer
+attends to the keys selected by the nearest computing layer below it.
 
     freq 4, offset 3, 11 layers:   1 2 3 4 5 6 7 8 9 10 11
     computing                      x x x . . . x . . .  x
@@ -20,22 +20,22 @@ from slime.utils.errors import ConfigError
 
 
 class PipelineSplitError(ConfigError, AssertionError):
-    """A pipeline stage would begin with a layer whose keys another stage chooses."""
+    """A pipeline stage would start with a layer whose keys another stage selects."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexSharing:
-    """The layers that compute an index, and the settings of the HF config that said so, for messages."""
+    """The layers that compute an index, and the settings of the HF config that determined them, for messages."""
 
     is_computing: tuple[bool, ...]
     """One entry per decoder layer."""
     freq: int = 1
     """``index_topk_freq``."""
     offset: int = 2
-    """``index_skip_topk_offset``; 2 is the default of the config class of transformers, and SGLang's."""
+    """``index_skip_topk_offset``; 2 is the default of transformers' config class and of SGLang."""
 
     def source(self, layer: int) -> int:
-        """Return the layer (from 1) whose choice ``layer`` attends to: itself when it computes.
+        """Return the layer (from 1) whose selection ``layer`` uses: itself if it computes.
 
         A layer after the last one (multi-token prediction) always computes its own.
         """
@@ -46,19 +46,19 @@ class IndexSharing:
         return layer
 
     def computes(self, layer: int) -> bool:
-        """Return True when layer ``layer`` (from 1) has an indexer."""
+        """Return True if layer ``layer`` (from 1) has an indexer."""
         return self.source(layer) == layer
 
     def check_stages(self, first_layers: Iterable[int]) -> None:
-        """See to it that every pipeline stage begins with a computing layer.
+        """Check that every pipeline stage starts with a computing layer.
 
-        The choice of keys does not travel between stages: only hidden states do.
+        Stages send only hidden states, not the selection of keys.
 
         Args:
             first_layers: number of the first layer (from 1) of every (virtual) stage that has layers.
 
         Raises:
-            PipelineSplitError: names the first stage that begins with a skip layer.
+            PipelineSplitError: names the first stage that starts with a skip layer.
         """
         for first in first_layers:
             if not self.computes(first):
@@ -73,10 +73,10 @@ class IndexSharing:
 
 
 def index_sharing(config: Mapping[str, Any], num_layers: int) -> IndexSharing:
-    """Return the sharing that a HF config asks for: by type, else by pattern, else by frequency and offset.
+    """Return the sharing in a HF config: by layer types, or else by pattern, or else by frequency and offset.
 
     Raises:
-        ConfigError: a list of another length, an unknown entry, a first layer that does not compute.
+        ConfigError: a list has another length or an unknown entry, or the first layer does not compute.
     """
     freq = max(int(config.get("index_topk_freq") or 1), 1)
     offset = config.get("index_skip_topk_offset")
@@ -114,7 +114,7 @@ def _from_types(key: str, types: str | Sequence[str], num_layers: int) -> tuple[
 
 
 def _ranges(layers: Sequence[int]) -> str:
-    """Format a list of numbers, its middle left out when it is long."""
+    """Format a list of numbers, eliding the middle of a long one."""
     shown = [str(layer) for layer in layers]
     if len(shown) > 12:
         shown = [*shown[:6], "...", *shown[-3:]]

@@ -1,12 +1,12 @@
-"""Choosing the keys: the lightning indexer of DeepSeek-V3.2 (arXiv 2512.02556, section 2.1).
+"""Selects the keys: the lightning indexer of DeepSeek-V3.2 (arXiv 2512.02556, section 2.1).
 
-A small attention of its own scores every earlier key of the sequence, and the best ``topk`` are attended to:
+A small separate attention scores every earlier key of the sequence, and the row attends to the top ``topk``:
 
     score[t, s] = sum over h of weight[t, h] * relu(query[t, h] . key[s])
 
-No gradient flows through the choice, nor back into the trunk.
+No gradient flows through the selection or back into the model.
 
-Shapes: t = rows of this rank, h = indexer heads, d = width of a head, s = keys of the whole stream, k = keys chosen.
+Shapes: t = rows of this rank, h = indexer heads, d = head width, s = keys of the whole stream, k = selected keys.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 from slime.backends.megatron_utils.layers.rotary import cumulative_lengths, kept_on, rotate_pairs
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
-"""Scores of one block of rows: at 2^27 half a gigabyte."""
+"""Number of scores computed at a time; 2^27 take half a gigabyte."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexerSettings:
-    """Sizes of the indexer, as the HF config has them."""
+    """Sizes of the indexer, from the HF config."""
 
     num_heads: int
     head_dim: int
@@ -37,14 +37,14 @@ class IndexerSettings:
 
 
 def rotate_last(x: Tensor, cosines: Tensor, sines: Tensor, *, is_interleaved: bool) -> Tensor:
-    """Turn the last dimensions of every head.
+    """Rotate the last dimensions of every head.
 
-    The turned part may come out in another order of dimensions; products of two results do not see it.
+    The order of the rotated dimensions may change; dot products of two results do not depend on it.
 
     Args:
         x: [t, ..., d]
-        cosines, sines: [t, r / 2], fp32; the last r dimensions of x turn.
-        is_interleaved: which dimensions are pairs.
+        cosines, sines: [t, r / 2], fp32; the last r dimensions of x are rotated.
+        is_interleaved: see :class:`IndexerSettings`.
     """
     width = 2 * cosines.shape[-1]
     shape = (len(x), *([1] * (x.dim() - 2)), -1)
@@ -57,17 +57,17 @@ def rotate_last(x: Tensor, cosines: Tensor, sines: Tensor, *, is_interleaved: bo
 def choose_keys(
     query: Tensor, weight: Tensor, key: Tensor, stream: PackedStream, *, first_row: int, topk: int
 ) -> Tensor:
-    """Choose keys: [t, k] int32 positions in the stream, -1 where a row has fewer; k = min(topk, longest).
+    """Select keys: [t, k] int32 indices in the stream, -1 if a row has fewer; k = min(topk, longest).
 
-    A row with at most ``topk`` keys before it (itself included) attends to all of them, and its scores are never
-    computed: with short sequences the indexer costs nothing.
+    A row with at most ``topk`` keys (including its own) attends to all of them, and its scores are not computed, so
+    for short sequences the indexer costs nothing.
 
     Args:
         query: [t, h, d]
-        weight: [t, h] fp32, all scales included.
+        weight: [t, h] fp32, including all scales.
         key: [s, d]
-        stream: the sequences; a row sees the keys of its own one, up to itself.
-        first_row: position in the stream of row 0.
+        stream: the sequences; a row sees the keys of its own sequence, up to its own.
+        first_row: index of row 0 in the stream.
         topk: keys per row.
     """
     count, device = query.shape[0], query.device
@@ -100,16 +100,16 @@ def index_scores(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
 
 
 def _elements_per_row(query: Tensor, num_keys: int) -> int:
-    """Return the scratch elements for one row: the kernel keeps one score per key, plain torch one per head."""
+    """Return the scratch elements per row: the kernel keeps one score per key, plain torch one per key and head."""
     is_kernel = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     return num_keys * (1 if is_kernel else query.shape[1])
 
 
 # Positions of the tokens of a packed micro-batch: the whole stream, cut contiguously over the ranks.
 #
-# A micro-batch is one stream of T tokens, sequence after sequence.  Context-parallel rank r of c holds the r-th of c
-# equal parts of it; under sequence parallelism each tensor-parallel rank holds an equal part of that.  Keys are named
-# by their position in the whole stream.
+# A micro-batch is one stream of T tokens, its sequences concatenated.  Context-parallel rank r of c holds the r-th of
+# c equal parts; under sequence parallelism each tensor-parallel rank holds an equal part of that.  Keys are identified
+# by their index in the whole stream.
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +117,13 @@ class PackedStream:
     """The sequences of one micro-batch, on the host and on the device."""
 
     offsets: tuple[int, ...]
-    """[S + 1] where each sequence begins, and the end; padding is a separate sequence."""
+    """[S + 1] start of each sequence, and the end of the last; padding is a separate sequence."""
     start_T: Tensor
-    """[T] int64: the first token of the sequence that each token belongs to."""
+    """[T] int64: the first token of each token's sequence."""
 
     @classmethod
     def from_offsets(cls, cu_seqlens: Tensor) -> PackedStream:
-        """Make the stream of cumulative lengths [S + 1] over all context-parallel ranks; waits for the device once."""
+        """Build the stream from cumulative lengths [S + 1] over all context-parallel ranks; synchronizes once."""
         offsets = cu_seqlens.tolist()
         begins = torch.tensor(offsets)
         start_T = begins[:-1].repeat_interleave(begins.diff())
@@ -131,13 +131,13 @@ class PackedStream:
 
     @classmethod
     def of(cls, packed_seq_params: Any) -> PackedStream:
-        """Return the stream of a micro-batch; made once and kept on megatron-core's description of it."""
+        """Return the stream of a micro-batch, built once and cached on its ``packed_seq_params``."""
         make = partial(cls.from_offsets, cumulative_lengths(packed_seq_params))
         return kept_on(packed_seq_params, "packed_stream", make)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole stream, padding included."""
+        """Tokens of the whole stream, including padding."""
         return self.offsets[-1]
 
     @property
@@ -150,6 +150,6 @@ class PackedStream:
         return list(itertools.pairwise(self.offsets))
 
     def positions(self, first: int, count: int) -> Tensor:
-        """Return [count]: the position in its own sequence of each token from ``first`` on."""
+        """Return [count]: the positions of the tokens from ``first`` on in their sequences."""
         token = torch.arange(first, first + count, device=self.start_T.device)
         return token - self.start_T[first : first + count]

@@ -1,11 +1,11 @@
-"""Attention in which every query has a list of keys of its own, over latents that all heads share.
+"""Attention of each query to its own list of keys, over latents that all heads share.
 
 Multi-latent attention in its absorbed form: one key per token, whose first dimensions are also its value.
 
     out[t, n] = sum over j of p[t, n, j] * key[indices[t, j], :value_dim]
     p[t, n]   = softmax over j of query[t, n] . key[indices[t, j]] * scale,      entries with index -1 left out
 
-Neither path ever holds more than a block of gathered keys: not t x t logits, and no expanded keys.
+Both implementations hold only a block of gathered keys at a time: never t x t logits, and no expanded keys.
 
 Shapes: t = queries of this rank, n = heads of this rank, s = keys of the whole stream, k = keys per query, d = key
 width, v = value width (v <= d).
@@ -21,20 +21,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Gathered key elements of one block of rows of the plain path."""
+"""Gathered key elements per block of rows, in the plain torch implementation."""
 
 
 def sparse_attention(query: Tensor, key: Tensor, indices: Tensor, *, scale: float, value_dim: int) -> Tensor:
-    """Attend from each query to its own keys, [t, n, v]; differentiable in ``query`` and ``key``.
+    """Attend from each query to its own keys; return [t, n, v], differentiable in ``query`` and ``key``.
 
-    On CUDA in bf16 or fp16 by a Triton kernel, otherwise in plain torch; both accumulate in fp32 (fp64 for fp64).
+    Uses a Triton kernel on CUDA in bf16 or fp16, otherwise plain torch; both accumulate in fp32 (fp64 for fp64).
 
     Args:
         query: [t, n, d]
         key: [s, d]
-        indices: [t, k] integer, positions of keys; -1 is no key. No key may be listed twice. A query without any key
-            gives zeros.
-        scale: of the logits.
+        indices: [t, k] integer indices of keys; -1 is no key. No key may be listed twice. A query without keys gives
+            zeros.
+        scale: factor of the logits.
         value_dim: v.
     """
     assert indices.shape[0] == query.shape[0] and query.shape[-1] == key.shape[-1], (query.shape, key.shape)
@@ -46,9 +46,7 @@ def sparse_attention(query: Tensor, key: Tensor, indices: Tensor, *, scale: floa
 
 
 class _PlainSparseAttention(torch.autograd.Function):
-    """Sparse attention in blocks of rows; keeps the output and one number per query and head, and
-    recomputes the rest.
-    """
+    """Sparse attention in blocks of rows; saves the output and one number per query and head, recomputes the rest."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, indices: Tensor, scale: float, value_dim: int) -> Tensor:
@@ -74,7 +72,7 @@ class _PlainSparseAttention(torch.autograd.Function):
             q, grad = query[rows].to(log_sum.dtype), grad_out[rows].to(log_sum.dtype)
             keys, logits = _logits(q, key, indices[rows], ctx.scale, log_sum.dtype)
             p = (logits - log_sum[rows][..., None]).exp()
-            # d softmax: p * (dp - sum p dp), and the sum is the output's product with its own gradient.
+            # Gradient of the softmax: p * (dp - sum p dp); the sum is the dot product of output and its gradient.
             grad_p = torch.einsum("bnv,bkv->bnk", grad, keys[..., : ctx.value_dim])
             delta = (grad * out[rows]).sum(-1, keepdim=True)
             grad_logits = p * (grad_p - delta) * ctx.scale
@@ -94,7 +92,7 @@ def _logits(query: Tensor, key: Tensor, indices: Tensor, scale: float, dtype: to
 
 
 def _row_blocks(query: Tensor, indices: Tensor) -> Iterator[slice]:
-    """Yield row ranges so small that the gathered keys of one have no more than ``_BLOCK_ELEMENTS`` elements."""
+    """Yield row ranges whose gathered keys have at most ``_BLOCK_ELEMENTS`` elements each."""
     per_row = max(indices.shape[1] * query.shape[-1], 1)
     block = max(_BLOCK_ELEMENTS[query.device.type] // per_row, 1)
     for start in range(0, query.shape[0], block):

@@ -1,7 +1,7 @@
 """Triton kernels of sparse attention and of the indexer's scores; CUDA, bf16 or fp16, accumulating in fp32.
 
-One program serves one query and a block of its heads, which share the query's keys: they are gathered once for all of
-them.  The gradient of the keys is added up in fp32 by atomics, so that its last bits depend on the order of arrival.
+One program handles one query and a block of its heads, which share the query's keys, so keys are gathered once per
+block.  The gradient of the keys is summed in fp32 with atomics, so its last bits depend on the order of arrival.
 
 Shapes as in ``sparse_attention.py``; "V" is the part of a key that is also its value, "R" the rest (rotary).
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _HEADS_PER_PROGRAM = 16
-"""The tensor cores want at least 16 rows."""
+"""Tensor cores need at least 16 rows."""
 
 
 class SparseAttentionKernel(torch.autograd.Function):
@@ -73,7 +73,7 @@ def index_scores_kernel(query: Tensor, weight: Tensor, key: Tensor) -> Tensor:
 
 
 def _listed(indices: Tensor) -> Tensor:
-    """Return [t] int32: how far the keys of each row reach in its list; what is after that is all -1."""
+    """Return [t] int32: the length of each row's list without trailing -1."""
     place = torch.arange(1, indices.shape[1] + 1, dtype=torch.int32, device=indices.device)
     return (place * (indices >= 0)).amax(dim=1).int() if indices.shape[1] else indices.new_zeros(len(indices))
 

@@ -12,10 +12,10 @@ from slime_plugins.models.shared_weights import ATTENTION, BLOCK_SPARSE_EXPERTS,
 
 SPEC = "slime_plugins.models.minimax_m2 get_minimax_m2_spec"
 
-# Beside the gate, not inside of it as in other families.
+# Next to the gate, not inside it as in other families.
 ROUTER_BIAS = (Rule("mlp.router.expert_bias", ("block_sparse_moe.e_score_correction_bias",)),)
 WHOLE_NORMS = (
-    # In torch_dist checkpoints; in memory they are called as those of single heads in other families.
+    # Names in torch_dist checkpoints; in memory they are named like per-head norms of other families.
     Rule("self_attention.q_norm.weight", ("self_attn.q_norm.weight",)),
     Rule("self_attention.k_norm.weight", ("self_attn.k_norm.weight",)),
 )
@@ -29,9 +29,9 @@ MINIMAX_M2 = WeightMap(
 
 
 def minimax_flags(config: Config) -> Iterator[Flag | str]:
-    """Yield the experts, and the part of a head that turns, which config.json gives in dimensions.
+    """Yield the experts and the rotated fraction of a head, which config.json gives in dimensions.
 
-    Its config.json has other names: ``intermediate_size`` is an expert's.
+    Its config.json has other names: ``intermediate_size`` is the width of an expert.
     """
     if config.get("qk_norm_type", "per_layer") != "per_layer":
         yield f"--spec {SPEC} norms all heads together; qk_norm_type is {config['qk_norm_type']!r}"

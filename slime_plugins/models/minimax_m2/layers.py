@@ -1,12 +1,12 @@
-"""MiniMax-M2: queries and keys are normed over all heads together, not head by head.
+"""MiniMax-M2: queries and keys are normalized over all heads together, not per head.
 
     --spec slime_plugins.models.minimax_m2 get_minimax_m2_spec --qk-layernorm
 
-Everything else is the decoder block that the flags describe: grouped-query attention with half of each head rotated,
-experts with a biased sigmoid router, no shared expert.
+The flags describe the rest of the decoder block: grouped-query attention with half of each head rotated, experts with
+a biased sigmoid router, no shared expert.
 
-Under tensor parallelism a rank has some of the heads, and the mean square is that of all of them, so each norm makes
-one sum over the group in either direction, of one number per token.
+Under tensor parallelism a rank has some of the heads, but the mean square is over all heads, so each norm all-reduces
+one number per token in the forward and in the backward pass.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def get_minimax_m2_spec(args: Namespace, config: TransformerConfig, vp_stage: in
     """Return the layers of this pipeline stage.
 
     Args:
-        args: complete flags; not read, ``config`` has been made from them.
-        config: of the model.
-        vp_stage: which virtual stage of this rank.
+        args: complete flags; not read.
+        config: built from ``args``.
+        vp_stage: virtual pipeline stage on this rank.
 
     Raises:
         ConfigError: the flags describe another model.
@@ -47,11 +47,11 @@ def get_minimax_m2_spec(args: Namespace, config: TransformerConfig, vp_stage: in
 
 
 get_minimax_m2_layer_spec = get_minimax_m2_spec
-"""The name that upstream's commands have."""
+"""The name in upstream's commands."""
 
 
 def check_stages(args: Namespace, config: TransformerConfig) -> None:
-    """Check, before a GPU is taken, that the flags describe this model.
+    """Check that the flags describe this model, before any GPU is used.
 
     Raises:
         ConfigError: they do not.
@@ -78,7 +78,7 @@ def _norm_over_heads(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec
         "k_layernorm": ModuleSpec(module=AllHeadsNorm, params={"num_heads": config.num_query_groups}),
     }
     attention = replace(attention, submodules=replace(attention.submodules, **norms))
-    # On disk the norms have the names of upstream's checkpoints.
+    # On disk the norms have the names in upstream's checkpoints.
     names = {f"self_attention.{x}_layernorm.": f"self_attention.{x}_norm." for x in "qk"}
     keys_map = {**layer.submodules.sharded_state_dict_keys_map, **names}
     submodules = replace(layer.submodules, self_attention=attention, sharded_state_dict_keys_map=keys_map)
@@ -88,11 +88,11 @@ def _norm_over_heads(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec
 class AllHeadsNorm(Norm):
     """RMSNorm over all heads of a token, of which a tensor-parallel rank has some.
 
-    The weight is whole on every rank, as that of any norm, and a rank uses its heads' part: 7,168 numbers a layer
-    are not worth cutting.  megatron-core sums the gradients of ``q_layernorm`` and ``k_layernorm`` over the
-    tensor-parallel group, by their names; each rank's is zero outside of its part, so that the sum is the gradient.
-    (Of a weight that is cut, the same sum would mix the gradients of different heads.)  For the same reason more
-    ranks than key heads need nothing special: the ranks that share a key head add what their query heads contribute.
+    The weight is replicated, like that of any norm, and a rank uses the part of its heads: 7,168 numbers per layer are
+    not worth sharding.  megatron-core sums the gradients of ``q_layernorm`` and ``k_layernorm``, by name, over the
+    tensor-parallel group.  Each rank's gradient is zero outside of its part, so the sum is the gradient.  (With a
+    sharded weight, the sum would mix the gradients of different heads.)  For the same reason more ranks than key heads
+    need no special case: ranks that share a key head add the contributions of their query heads.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class AllHeadsNorm(Norm):
     ) -> None:
         """Args:
         config: as for the base class.
-        hidden_size: of one head.
+        hidden_size: head dimension.
         eps: added to the mean square.
-        num_heads: of the whole model.
+        num_heads: number of heads in the whole model.
         """
         super().__init__(config, num_heads * hidden_size, eps)
         self.tp_group = mpu.get_tensor_model_parallel_group()
@@ -122,7 +122,7 @@ class AllHeadsNorm(Norm):
 
 
 class _SharedRmsNorm(torch.autograd.Function):
-    """``x * r * weight`` with ``r = 1 / sqrt(mean of x^2 over all ranks + eps)``; kept are x and r.
+    """``x * r * weight`` with ``r = 1 / sqrt(mean of x^2 over all ranks + eps)``; saves x and r.
 
     With g = dy * weight, N the number of elements over all ranks and sums over all of them:
 
@@ -135,13 +135,13 @@ class _SharedRmsNorm(torch.autograd.Function):
             x: [..., heads of this rank, head dimension], in any dtype; computed in fp32 at least.
             weight: [heads of this rank, head dimension]
             eps: added to the mean square.
-            size: elements of a token over all ranks, those of a shared head counted by each.
-            group: the ranks.
+            size: elements of a token over all ranks; each rank counts those of a shared head.
+            group: the tensor-parallel ranks.
 
         Returns:
-            Of the shape and dtype of ``x``, rounded once, as engines do.
+            a tensor with the shape and dtype of ``x``, rounded once, as in engines.
         """
-        # Products of bf16 and fp32 are fp32: no copy of x in fp32 is made.
+        # Products of bf16 and fp32 are fp32, so x need not be copied to fp32.
         dtype = torch.promote_types(x.dtype, torch.float32)
         squares = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=dtype).square()
         dist.all_reduce(squares, group=group)
@@ -159,7 +159,7 @@ class _SharedRmsNorm(torch.autograd.Function):
         weight_grad = (grad * normed).flatten(0, -3).sum(dim=0)
         scaled = grad * weight.to(inverse.dtype)
         along = (scaled * normed).sum(dim=(-2, -1), keepdim=True)
-        # What each rank has is the share of its own heads in the gradient of the one mean square.
+        # Each rank has its heads' contribution to the gradient of the common mean square.
         dist.all_reduce(along, group=ctx.group)
         x_grad = inverse * (scaled - normed * (along / ctx.size))
         return x_grad.to(x.dtype), weight_grad.to(weight.dtype), None, None, None

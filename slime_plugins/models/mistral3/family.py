@@ -1,4 +1,4 @@
-"""Mistral 3 (Small 3.1, 3.2, Magistral): Mistral in a folder with a vision tower, which engines read from there."""
+"""Mistral 3 (Small 3.1, 3.2, Magistral): Mistral in a folder with a vision tower, which only engines load."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from slime_plugins.models.shared_weights import DENSE, TEXT_PART
 
 
 def mistral3_flags(config: Config) -> Iterator[Flag | str]:
-    """Refuse what the small models of 2512 (Ministral 3) have beside these layers.
+    """Yield tied embeddings, and a message for query scaling, which the small models of 2512 (Ministral 3) have.
 
-    Published folders do not say whether embeddings are tied, and transformers' class for the whole takes them to be.
+    Published folders do not say whether embeddings are tied, and transformers' class for the whole model assumes so.
     """
     tied = bool((config.get("text_config") or {}).get("tie_word_embeddings"))
     yield Flag("untie_embeddings_and_output_weights", not tied, f"tie_word_embeddings of text_config is {tied}")

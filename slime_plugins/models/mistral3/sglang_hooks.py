@@ -1,4 +1,4 @@
-"""Mistral 3: the names of its parts' classes."""
+"""Mistral 3: lookup of the classes of its parts by name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def by_name(original: Callable[..., Any], model: Any, auto_model: Any) -> dict[str, Any]:
-    """Return the names of all configs' classes of transformers with those of their models, and import none of them.
+    """Return the names of transformers' config classes with those of their models, without importing any.
 
-    SGLang 0.5.15 imports every model of transformers to find two, and fails with one that this machine cannot import:
-    on a CPU some ask for packages that CUDA alone has.
+    SGLang 0.5.15 imports every model of transformers to find two, and fails if one cannot be imported: on a CPU, some
+    need packages that exist only for CUDA.
     """
     mapping = auto_model._model_mapping
     return {
