@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (14B): Llama's layers; queries, keys and values in one tensor, and so are gate and up."""
+"""Phi-3 and Phi-4 (14B): Llama's layers, with queries, keys and values in one tensor, and gate and up in another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime_plugins.models.shared_weights import JOINED_MLP, NORMS, TOP, merge_qk
 
 
 def merge_stacked_qkv(stacked: Tensor, shape: ModelDims) -> Tensor:
-    """[all q; all k; all v] to the order of groups."""
+    """Reorder [all q; all k; all v] to group by group."""
     keys = shape.num_query_groups * shape.head_dim
     query, key, value = stacked.split([shape.num_attention_heads * shape.head_dim, keys, keys])
     return merge_qkv(query, key, value, shape)

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3: dense, or with experts (Qwen2's with a gated shared one) as MLP."""
+"""Llama, Mistral, Qwen2 and Qwen3: dense, or with experts (in Qwen2 with a gated shared expert)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FAMILIES = (
         weight_map=QWEN_MOE,
         always={**SOFTMAX, "moe_shared_expert_gate": True, "add_qkv_bias": True},
         fixed={**PLAIN, "qkv_bias": True},
-        # They would be on its shared expert too, which SGLang's adapters take to be as wide as a dense MLP.
+        # They would include its shared expert, which SGLang's adapters assume to be as wide as a dense MLP.
         engine_without_adapters=("gate_proj", "up_proj", "down_proj"),
     ),
     ModelFamily(

@@ -1,6 +1,6 @@
-"""Qwen2.5-VL: Qwen2 behind a vision tower most of whose layers attend within windows.
+"""Qwen2.5-VL: Qwen2 with a vision tower, most of whose layers attend within windows.
 
-Each axis of positions turns a run of frequencies, time the lowest; the layers take nothing of the tower.
+Each position axis rotates a contiguous range of frequencies, time the lowest; no layer takes features of the tower.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ VISION = {
     **{"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_channels": 3},
     **{"patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2, "window_size": 112},
 }
-"""Of ``vision_config`` of the published models; the width of the MLPs is the one of 3B and 7B."""
+"""``vision_config`` of the published models; the MLP width is that of 3B and 7B."""
 
 FAMILIES = (
     ModelFamily(

@@ -1,8 +1,8 @@
-"""Qwen3.5 with its vision tower: the layers of ``qwen3_5``, under the name that asks for the tower too.
+"""Qwen3.5 with its vision tower: the layers of ``qwen3_5``, under a name that also requests the tower.
 
     --spec slime_plugins.models.qwen3_5_vl get_qwen3_5_vl_model_provider
 
-``--multimodal-keys`` and ``--train-vision-tower`` ask for it as well.
+``--multimodal-keys`` and ``--train-vision-tower`` also request it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense or with experts: Qwen3 with positions in time, height and width, and a vision tower in front.
+"""Qwen3-VL, dense or with experts: Qwen3 with a vision tower, and positions in time, height and width.
 
 Published folders stack the experts of a layer in one tensor, transposed (``slime.weights.stacked_experts``).
 """
@@ -18,7 +18,7 @@ QWEN3_VL_MOE = replace(SOFTMAX_MOE, family="Qwen3-VL MoE", **COMPOSITE)
 
 
 def interleaved_only(config: Config) -> Iterator[str]:
-    """Refuse the positions of older models, whose axes are not interleaved."""
+    """Yield a message for the positions of older models, whose axes are not interleaved."""
     if hf_rope_settings(config).get("mrope_interleaved") is False:
         yield "mrope_interleaved is False; the axes of positions are interleaved here"
 
@@ -28,7 +28,7 @@ TOWER = {
     "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [8, 16, 24],
 }  # fmt: skip
-"""``vision_config`` of the published models from 8B on; what they differ in is the language model's width."""
+"""``vision_config`` of the published models from 8B on, which differ only in the language model's width."""
 SMALL_TOWER = {
     **TOWER, "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17],
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Values and rules of model flags that some families share, beside those that all do."""
+"""Values and rules of model flags that some families share, in addition to those shared by all."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ LOCAL_EXPERT_SIZES: Mapping[str, str] = {
     "num_experts_per_tok": "moe_router_topk",
     "intermediate_size": "moe_ffn_hidden_size",
 }
-"""Key of config.json -> attribute of args, where ``intermediate_size`` is an expert's."""
+"""Key of config.json -> attribute of args, for families whose ``intermediate_size`` is the width of an expert."""
 
 
 def window_is_idle(config: Config) -> Iterator[str]:
-    """Refuse a window that is shorter than the longest sequence: engines of these families do not apply it."""
+    """Yield a message for a window shorter than the longest sequence, which engines of these families do not apply."""
     width, longest = config.get("sliding_window"), config.get("max_position_embeddings")
     if width and (longest is None or width < longest):
         yield f"sliding_window is {width} of max_position_embeddings {longest}; attention is not cut to windows here"
 
 
 def windows(config: Config, every: int) -> Iterator[Flag | str]:
-    """Yield the window of attention, in all layers but each ``every``-th; ``layer_types`` outranks ``every``."""
+    """Yield the attention window of all but every ``every``-th layer; ``layer_types`` takes precedence."""
     width, types = config.get("sliding_window"), config.get("layer_types") or []
     if "full_attention" in types:
         every = types.index("full_attention") + 1

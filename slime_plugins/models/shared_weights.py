@@ -1,7 +1,7 @@
-"""Rules of weights that several families share.
+"""Weight rules that several families share.
 
-Megatron joins tensors that Hugging Face keeps apart; each layout's function has its inverse beside it.  They work on
-whole tensors, not on tensor-parallel slices, and only move numbers: the round trip is exact.
+Megatron fuses tensors that are separate in Hugging Face; each layout function is followed by its inverse.  They work
+on whole tensors, not on tensor-parallel slices, and only move values, so the round trip is exact.
 
 Shapes: G = query groups (key heads), q = query heads of a group, d = head dimension, h = hidden size.
 """
@@ -22,7 +22,7 @@ from slime.utils.errors import DataError
 def merge_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelDims, num_parts: int = 1) -> Tensor:
     """Merge [heads * d, ...], [G * d, ...], [G * d, ...] to [G * (q + 2) * d, ...]: each group's q, then its k and v.
 
-    Works for weights [rows, h] and for biases [rows].  A query may have several parts: its gate beside it.
+    Works for weights [rows, h] and for biases [rows].  A query may have several parts, such as a gate.
 
     Raises:
         DataError: the rows are not those of the model's heads.
@@ -45,7 +45,7 @@ def split_qkv(merged: Tensor, shape: ModelDims, num_parts: int = 1) -> tuple[Ten
 
 
 def merge_gate_up(gate: Tensor, up: Tensor, shape: ModelDims) -> Tensor:
-    """Join both halves of a gated MLP's first matrix, gate on top."""
+    """Concatenate gate and up to a gated MLP's first matrix, gate first."""
     if gate.shape != up.shape:
         raise DataError(f"gate_proj is {tuple(gate.shape)} and up_proj {tuple(up.shape)}; they must have one shape.")
     return torch.cat([gate, up])
@@ -57,7 +57,7 @@ def split_gate_up(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
 
 
 def turning_part_last(tensor: Tensor, shape: ModelDims) -> Tensor:
-    """Move the rows that turn, per head of sparse attention's indexer, from the front to the back: [heads * d, ...].
+    """Move the rotated rows of each head of sparse attention's indexer from the front to the back: [heads * d, ...].
 
     At the published sizes, 64 of 128, this swaps the halves of each head.
     """
@@ -73,7 +73,7 @@ def turning_part_first(tensor: Tensor, shape: ModelDims) -> Tensor:
 
 
 def check_rows(name: str, tensor: Tensor, expected: int) -> None:
-    """Raise DataError where a tensor of the checkpoint has other rows than the flags say."""
+    """Raise DataError if a tensor of the checkpoint does not have the number of rows that the flags imply."""
     if tensor.size(0) != expected:
         raise DataError(
             f"The checkpoint's {name} projection has {tensor.size(0)} rows; --num-attention-heads, "
@@ -88,12 +88,12 @@ def qkv_rule(megatron: str, prefix: str, kind: str) -> Rule:
 
 
 def relaid_rule(megatron: str, hf: str, merge: Merge, split: Callable[[Tensor, ModelDims], Tensor]) -> Rule:
-    """Return the rule of a parameter that is one HF tensor, its elements in other places."""
+    """Return the rule of a parameter that is one HF tensor with its elements reordered."""
     return Rule(megatron, (hf,), merge=merge, split=lambda tensor, shape: (split(tensor, shape),))
 
 
 def gate_up_rule(megatron: str, gate: str, up: str) -> Rule:
-    """Return the rule of a gated MLP's first matrix, made of both its halves."""
+    """Return the rule of a gated MLP's first matrix, which concatenates gate and up."""
     return Rule(megatron, (gate, up), merge=merge_gate_up, split=split_gate_up)
 
 
@@ -111,13 +111,13 @@ COMPOSITE: dict[str, Any] = {
     "layer_prefix": "model.language_model.layers.{layer}.",
     "parts": {"vision_model.": "model.visual."},
 }
-"""Fields of the weight map of a folder that holds a language model and a vision tower."""
+"""Fields of the weight map of a folder with a language model and a vision tower."""
 TEXT_PART: dict[str, Any] = {
     "top": tuple(Rule(rule.megatron, (f"language_model.{rule.hf[0]}",)) for rule in TOP),
     "layer_prefix": "language_model.model.layers.{layer}.",
     "untrained": (r"(?:vision_tower|multi_modal_projector|mm_projector)\..+",),
 }
-"""The same of a folder whose tower the trainer goes without, laid out as LLaVA's."""
+"""The same for a folder in LLaVA's layout, whose tower the trainer never has."""
 NORMS = (
     # Two spellings each: our layers keep the norms apart, TransformerEngine's inside the projection that follows.
     Rule("input_layernorm.weight", ("input_layernorm.weight",)),
@@ -137,7 +137,7 @@ MLP = (
     Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
 )
 JOINED_MLP = (
-    # Gate and up are one tensor in the checkpoint too.
+    # Gate and up are also one tensor in the checkpoint.
     Rule("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",)),
     Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
 )
@@ -146,7 +146,7 @@ DENSE = WeightMap(family="dense decoders", top=TOP, layer=(*NORMS, *ATTENTION, *
 
 
 def shared_expert_rules(name: str) -> tuple[Rule, ...]:
-    """Return the rules of the experts that see every token; ``name`` is what Hugging Face calls them."""
+    """Return the rules of shared experts; ``name`` is their name in Hugging Face."""
     return (
         gate_up_rule(
             "mlp.shared_experts.linear_fc1.weight", f"mlp.{name}.gate_proj.weight", f"mlp.{name}.up_proj.weight"
@@ -165,7 +165,7 @@ EXPERTS = (
     Rule("mlp.experts.linear_fc2.weight{expert}", ("mlp.experts.{expert}.down_proj.weight",)),
 )
 SHARED_GATE = ("shared_expert_gate",)
-"""One row; a plain linear layer in the engine."""
+"""A single row; engines hold it in a plain linear layer."""
 GATED_SHARED_EXPERT = (
     *shared_expert_rules("shared_expert"),
     Rule("mlp.shared_experts.gate_weight", ("mlp.shared_expert_gate.weight",)),
@@ -187,7 +187,7 @@ BLOCK_SPARSE_EXPERTS = (
 )
 SIGMOID_EXPERTS = (
     *ROUTER,
-    # Added to the scores when experts are chosen, never to their weights; fp32 on both sides.
+    # Added to the scores only to choose experts, not to their weights; fp32 on both sides.
     Rule("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",)),
     *EXPERTS,
     *shared_expert_rules("shared_experts"),
@@ -198,18 +198,18 @@ MTP = (
     Rule("hnorm.weight", ("hnorm.weight",)),
     Rule("final_layernorm.weight", ("shared_head.norm.weight",)),
 )
-"""Beside the layer's ``transformer_layer``, whose tensors are named as those of any layer."""
+"""Rules of MTP layers; the tensors of their ``transformer_layer`` are named like those of any layer."""
 
-# Copies: the model has one of each.  Where the checkpoint at --hf-checkpoint has the copies, every export gives them
-# too, so that it has all the tensors of its source; loading reads the originals.
+# Copies of tensors that the model has once.  If --hf-checkpoint has the copies, exports write them too, so that they
+# have all tensors of their source; loading reads the originals.
 MTP_COPIES = {
     "embedding.word_embeddings.weight": "embed_tokens.weight",
     "output_layer.weight": "shared_head.head.weight",
 }
-"""Megatron's parameter -> what its copy is called after the prefix of an MTP layer."""
+"""Megatron's parameter -> name of its copy after the prefix of an MTP layer."""
 
 LATENT_ATTENTION = (
-    # With --q-lora-rank queries come out of a latent, without it from one projection.
+    # With --q-lora-rank queries come from a latent, without it from one projection.
     Rule("self_attention.linear_q_proj.weight", ("self_attn.q_proj.weight",)),
     Rule("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",)),
     Rule("self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",)),
@@ -228,6 +228,6 @@ LATENT_MOE = WeightMap(
     layer=(*NORMS, *LATENT_ATTENTION, *MLP, *SIGMOID_EXPERTS),
     mtp=MTP,
     mtp_copies=MTP_COPIES,
-    # SGLang joins the two in one parameter, and drops whichever comes in a call without the other.
+    # SGLang fuses the two into one parameter, and drops either if it arrives in a call without the other.
     together=(("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),),
 )

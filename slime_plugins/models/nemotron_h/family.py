@@ -1,7 +1,7 @@
-"""Nemotron-H and Nemotron 3 Nano: layers of one mixer each, Mamba-2, attention, an MLP or experts, by a pattern.
+"""Nemotron-H and Nemotron 3 Nano: each layer is one mixer (Mamba-2, attention, an MLP or experts), by a pattern.
 
-Mamba-2 uses the flags of linear attention: a group is a key head, the width of its state the width of a key.  Rows
-of one group stay together, like those of a delta net's key head, so that tensor parallelism cuts along whole groups.
+Mamba-2 uses the flags of linear attention: a group is a key head, and the state width is the key width.  Rows of one
+group stay together, like those of a delta net's key head, so tensor parallelism shards along whole groups.
 
 Shapes: G = groups, r = heads of a group, dk = width of the state, dv = width of a head, K = width of the convolution.
 """
@@ -27,20 +27,20 @@ KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
 def layer_kinds(config: Config) -> list[str]:
-    """Return what each layer is, by :data:`KINDS`; empty where config.json does not say."""
+    """Return the kind of each layer (values of :data:`KINDS`); empty if config.json does not say."""
     kinds = config.get("layers_block_type")
     return list(kinds or (KINDS.get(letter, letter) for letter in config.get("hybrid_override_pattern") or ""))
 
 
 def without_pattern(config: Config) -> dict[str, Any]:
-    """Return config.json with its layers by name: SGLang's import has transformers drop a pattern's MLP layers."""
+    """Return config.json with its layers as names: with SGLang imported, transformers drops a pattern's MLP layers."""
     kinds = layer_kinds(config)
     known = {key: value for key, value in config.items() if key != "hybrid_override_pattern"}
     return {**known, "layers_block_type": kinds} if kinds else known
 
 
 def kinds_of_run(config: Config | None, is_mamba: Sequence[object], is_moe: Sequence[object]) -> list[str]:
-    """Return what each layer is: by config.json, or by the flags, to which an MLP looks like attention."""
+    """Return each layer's kind from config.json, or else from the flags, which do not tell an MLP from attention."""
     if kinds := layer_kinds(config or {}):
         return kinds
     if len(is_mamba) != len(is_moe):
@@ -52,7 +52,7 @@ def kinds_of_run(config: Config | None, is_mamba: Sequence[object], is_moe: Sequ
 
 
 def merge_in_proj(weight: Tensor, shape: ModelDims) -> Tensor:
-    """Reorder rows of all z, x, B, C and of the steps to those of group after group: C, B, x, steps, z."""
+    """Reorder rows from all z, x, B, C, steps to group by group: C, B, x, steps, z."""
     check_rows("in_proj", weight, sum(_in_proj_rows(shape)))
     groups = (shape.linear_key_heads, -1)
     z, x, b, c, steps = (part.unflatten(0, groups) for part in weight.split(_in_proj_rows(shape)))
@@ -138,7 +138,7 @@ NEMOTRON_H = WeightMap(
 
 
 def nemotron_h_flags(config: Config) -> Iterator[Flag | str]:
-    """Yield which layer is what, and the experts, of which config.json speaks where there are none, too."""
+    """Yield the kinds of layers, and the experts, which config.json describes even if there are none."""
     kinds = layer_kinds(config)
     if unknown := sorted(set(kinds) - set(KINDS.values())):
         yield f"layers_block_type has {', '.join(unknown)}; the layers of a nemotron_h are {', '.join(KINDS.values())}"
@@ -164,7 +164,7 @@ def nemotron_h_flags(config: Config) -> Iterator[Flag | str]:
 
 
 _EXPERTS = "num_local_experts"
-"""Key under which its number of experts is read: every config.json has one, of a model without experts too."""
+"""Key under which the number of experts is read; config.json sets its own key even in a model without experts."""
 
 
 def nemotron_h_dims(dims: ModelDims, config: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""The layers of Nemotron-H and Nemotron 3: each is one mixer, Mamba-2, attention, an MLP or experts.
+"""The layers of Nemotron-H and Nemotron 3: each is one mixer (Mamba-2, attention, an MLP or experts).
 
     --spec slime_plugins.models.nemotron_h get_nemotron_h_spec
 
-Which layer is what is read from config.json of ``--hf-checkpoint``, or from the flags; the sizes of Mamba-2 are the
-flags of linear attention (its groups are key heads).  Attention has no positions; MLPs have no gate, and square what
-ReLU leaves.
+The kinds of layers come from the config.json of ``--hf-checkpoint``, or from the flags; the sizes of Mamba-2 are the
+flags of linear attention (its groups are key heads).  Attention has no positions; MLPs have no gate, and square the
+output of ReLU.
 
 mamba2.py        the layer, in every parallel layout
 state_space.py   the recurrence, chunk by chunk in plain torch, or by the kernel of ``mamba-ssm``
@@ -52,10 +52,10 @@ def get_nemotron_h_spec(args: Namespace, config: TransformerConfig, vp_stage: in
 
 
 def check_stages(args: Namespace, config: TransformerConfig) -> None:
-    """Check the flags before a GPU is taken.
+    """Check the flags before any GPU is used.
 
     Raises:
-        ConfigError: they describe another model, or ask for MTP layers.
+        ConfigError: they describe another model, or request MTP layers.
     """
     if args.linear_attention_freq is not None:
         check_linear_attention(args)
@@ -86,7 +86,7 @@ def _kinds(args: Namespace, config: TransformerConfig) -> list[str]:
 
 
 def _one_mixer(layer: ModuleSpec, kind: str) -> ModuleSpec:
-    """Return the layer with one of its two halves alone."""
+    """Return the layer with only one of its two halves."""
     if kind == "mamba":
         layer = with_delta_net(layer, Mamba2)
     if kind in ("mamba", "attention"):
@@ -108,7 +108,7 @@ class SquaredReluMlp(MLP):
 
 
 class SquaredReluExperts(RoutedExperts):
-    """Experts, and one that sees every token, without gates."""
+    """Routed experts and a shared expert, without gates."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
         """Take what megatron-core passes to any experts."""

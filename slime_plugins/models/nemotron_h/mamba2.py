@@ -5,9 +5,9 @@
     y = state space of x with step softplus(d + bias) and rate -exp(A)
     out = projection of norm(y * silu(z)), the norm over each group's heads together
 
-megatron-core's own layer needs ``mamba-ssm`` and ``causal-conv1d`` to be built at all, so it runs on CUDA only, and
-its states pass from one packed sequence to the next.  In a gated delta net's words B is the key, C the query, x the
-value, and a group a key head: parameters, cuts and context parallelism are those of :class:`GatedDeltaNet`.
+megatron-core's layer cannot be built without ``mamba-ssm`` and ``causal-conv1d``, so it runs only on CUDA, and its
+state leaks from one packed sequence to the next.  In the terms of a gated delta net B is the key, C the query, x the
+value, and a group a key head: parameters, sharding and context parallelism are those of :class:`GatedDeltaNet`.
 
 Shapes: as there; h = groups of this rank, r = heads of a group, dk = width of the state, dv = width of a head.
 """
@@ -41,7 +41,7 @@ class Mamba2(GatedDeltaNet):
 
     @torch.no_grad()
     def _initialize(self) -> None:
-        """Initialise as the delta net does, with a neutral bias, skip and norm."""
+        """Initialize like the delta net, with a neutral bias, skip and norm."""
         super()._initialize()
         assert self.conv_bias is not None
         self.conv_bias.zero_()
@@ -58,7 +58,7 @@ class Mamba2(GatedDeltaNet):
         return state_space(query, key, value, F.softplus(step.float() + bias), -rate.exp(), skip, rows).flatten(2)
 
     def normed(self, out: Tensor, gate: Tensor) -> Tensor:
-        """Apply the gate, then norm each group's heads together, in fp32."""
+        """Apply the gate, then normalize each group's heads together, in fp32."""
         gated = out.float() * F.silu(gate.float())
         weight = self.norm_weight.float().view(self.num_heads, -1)
         return (F.rms_norm(gated, gated.shape[-1:], None, self.config.layernorm_epsilon) * weight).to(out.dtype)

@@ -1,7 +1,7 @@
 """Mamba-2's selective state space (Transformers are SSMs, arXiv 2405.21060) over packed sequences.
 
-A head's state S [dk, dv] begins at zero with every sequence.  With the step d_t > 0 and the head's rate A < 0, each
-token shrinks the state, writes, and reads; the skip D passes its input on:
+A head's state S [dk, dv] starts at zero in every sequence.  With the step d_t > 0 and the head's rate A < 0, each
+token decays the state, writes to it, and reads from it; the skip D adds its input:
 
     S_t = exp(d_t A) S_(t-1) + k_t (d_t x_t)^T
     y_t = S_t^T q_t + D x_t
@@ -34,8 +34,8 @@ Kernel = Callable[..., Tensor]
 def state_space(
     query: Tensor, key: Tensor, value: Tensor, step: Tensor, rate: Tensor, skip: Tensor, rows: PackedRows
 ) -> Tensor:
-    """Return [t, g, r, dv] in the dtype of ``value``: by ``mamba-ssm``'s kernel on CUDA in 16 bits, else by
-    :func:`chunked_state_space`.
+    """Return [t, g, r, dv] in the dtype of ``value``, with ``mamba-ssm``'s kernel on CUDA in bf16 or fp16, otherwise
+    with :func:`chunked_state_space`.
 
     Args:
         query, key: [t, g, dk].
@@ -55,7 +55,7 @@ def by_kernel(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, step: Tensor, rate: Tensor, skip: Tensor,
     rows: PackedRows,
 ) -> Tensor:  # fmt: skip
-    """Run :func:`state_space` by a kernel that takes the number of each token's sequence."""
+    """Run :func:`state_space` with a kernel that takes the index of each token's sequence."""
     token = torch.arange(len(value), device=value.device)
     sequence = torch.searchsorted(rows.cu_seqlens[1:], token, right=True).int()
     out = kernel(
@@ -73,7 +73,7 @@ def by_kernel(
 
 @functools.cache
 def mamba_kernel() -> Kernel | None:
-    """Return the Triton kernel of mamba-ssm; None where the package is not installed."""
+    """Return the Triton kernel of mamba-ssm; None if the package is not installed."""
     if importlib.util.find_spec("mamba_ssm") is None:
         return None
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
@@ -91,7 +91,7 @@ def chunked_state_space(
     total = rows.in_chunks((step * rate)[..., None]).squeeze(-1).cumsum(-1)  # [n, g, r, c]
     num_chunk = total.size(-1)
     is_future = torch.ones(num_chunk, num_chunk, dtype=torch.bool, device=value.device).triu(1)
-    # Masked before the exponential: where it is not used it would overflow.
+    # Masked before the exponential, which would overflow in the unused part.
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(is_future, float("-inf")).exp()
     within = ((q @ k.mT) * decay) @ written
     read = q * total.exp()[..., None]

@@ -1,4 +1,4 @@
-"""OLMo 3 (7B, 32B): norms behind attention and MLP alone, windows in three of four layers, YaRN in the others."""
+"""OLMo 3 (7B, 32B): norms only after attention and MLP, windows in three of four layers, YaRN in the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OLMO3 = WeightMap(
 
 
 def olmo3_flags(config: Config) -> Iterator[Flag | str]:
-    """Yield the windows; every layer needs to know whether it has one, because YaRN is for the others."""
+    """Yield the windows, which are required: YaRN applies only to the layers without one."""
     if not config.get("sliding_window"):
         yield "sliding_window is missing; three of four layers of OLMo 3 have a window"
     yield from windows(config, 4)

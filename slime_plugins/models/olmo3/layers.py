@@ -1,10 +1,11 @@
-"""The layers of OLMo 3: no norm in front of attention and MLP, one behind each; windows in three of four layers.
+"""The layers of OLMo 3: norms only after attention and MLP; windows in three of four layers.
 
     --spec slime_plugins.models.olmo3 get_olmo3_spec --post-self-attn-layernorm --post-mlp-layernorm --qk-layernorm
     --window-size 4095,0 --window-attn-skip-freq 4
 
-Queries and keys are normed over all heads together, before they are rotated.  Positions are stretched (YaRN) in the
-layers without a window alone, as in training and in SGLang; transformers 5.12.1 stretches them everywhere.
+Queries and keys are normalized over all heads together, before they are rotated.  Positions are stretched (YaRN) only
+in the layers without a window, as in the original training and in SGLang; transformers 5.12.1 stretches them
+everywhere.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def get_olmo3_spec(args: Namespace, config: TransformerConfig, vp_stage: int | N
 
 
 def check_stages(args: Namespace, config: TransformerConfig) -> None:
-    """Check, before a GPU is taken, that the flags describe this model.
+    """Check that the flags describe this model, before any GPU is used.
 
     Raises:
         ConfigError: they do not.

@@ -7,9 +7,9 @@ from typing import Any
 
 
 def rotary_settings(original: Callable[..., None], config: Any, **options: Any) -> None:
-    """Give the config the rotary settings of config.json, in the spelling of transformers 4 or 5.
+    """Set the rotary settings of config.json on the config, in the format of transformers 4 or 5.
 
-    SGLang 0.5.15 reads neither with transformers 5: the base is missing, or the positions are checked too early.
+    With transformers 5, SGLang 0.5.15 reads neither format: the base is missing, or positions are checked too early.
     """
     given = options.pop("rope_parameters", None) or options.pop("rope_scaling", None) or {}
     base = given.get("rope_theta") or options.get("rope_theta")

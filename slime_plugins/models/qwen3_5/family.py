@@ -1,11 +1,11 @@
 """Qwen3.5 and Qwen3.6, dense or with experts: Qwen3-Next's layers under the names of a folder with a vision tower.
 
-The projections into a delta net are four matrices here, each of all heads; queries, keys and values keep the order
-of the convolution's channels.  Published folders stack the experts of a layer in one tensor
-(``slime.weights.stacked_experts``); pushes name them one by one, which SGLang loads as well.
+The input projections of a delta net are four matrices here, each for all heads; queries, keys and values have the
+order of the convolution's channels.  Published folders stack the experts of a layer in one tensor
+(``slime.weights.stacked_experts``); pushes send them individually, which SGLang also loads.
 
-Their vision tower is Qwen3-VL's, without features for layers.  A run has it when it asks for it; others leave it to
-the engines.
+Their vision tower is Qwen3-VL's, without features for layers.  The trainer has it only on request; otherwise only the
+engines do.
 
 Shapes: H = key heads, r = value heads of a key head, dk and dv = widths of their keys and values, h = hidden size.
 """
@@ -46,7 +46,7 @@ from slime_plugins.models.shared_weights import (
 
 
 def merge_in_proj(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, shape: ModelDims) -> Tensor:
-    """[all q, all k, all v; h], z [H * r * dv, h], b and a [H * r, h] to one matrix: per key head q, k, v, b, a, z.
+    """Merge [all q, all k, all v; h], z [H * r * dv, h], b and a [H * r, h]: per key head q, k, v, b, a, z.
 
     Raises:
         DataError: the rows are not those of the model's heads.
@@ -61,7 +61,7 @@ def merge_in_proj(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, shape: ModelDims
 
 
 def split_in_proj(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
-    """The inverse of :func:`merge_in_proj`."""
+    """Invert :func:`merge_in_proj`."""
     ratio, values = shape.linear_ratio, shape.linear_ratio * shape.linear_value_dim
     sizes = [shape.linear_key_dim, shape.linear_key_dim, values, ratio, ratio, values]
     grouped = merged.unflatten(0, (shape.linear_key_heads, -1)).split(sizes, dim=1)
@@ -86,7 +86,7 @@ QWEN3_5 = replace(
 
 
 def qwen3_5_flags(config: Config) -> Iterator[Flag]:
-    """Yield the delta nets, and what a model with experts has beside them."""
+    """Yield the delta nets, and in a model with experts their routing and shared expert."""
     yield from linear_flags(config)
     if config.get("num_experts"):
         yield Flag("moe_router_pre_softmax", False, "the weights of this model's chosen experts add up to 1")

@@ -2,7 +2,7 @@
 
     --spec slime_plugins.models.qwen3_5 get_qwen3_5_spec --attention-output-gate --apply-layernorm-1p
 
-Published folders hold a vision tower beside the language model; what is trained here is the language model.
+Published folders also contain a vision tower; these are the layers of the language model.
 """
 
 from __future__ import annotations

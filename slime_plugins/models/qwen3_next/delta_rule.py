@@ -1,19 +1,19 @@
 """The gated delta rule (Gated Delta Networks, arXiv 2412.06464) over packed sequences.
 
-A head's state S [dk, dv] begins at zero with every sequence.  With unit keys k_t, log decays g_t <= 0 and write
-strengths 0 < b_t < 1, each token shrinks the state, replaces what it holds under the token's key, and reads:
+A head's state S [dk, dv] starts at zero in every sequence.  With unit keys k_t, log decays g_t <= 0 and write
+strengths 0 < b_t < 1, each token decays the state, replaces the value under its key, and reads:
 
     S_t = exp(g_t) S_(t-1) + b_t k_t (v_t - exp(g_t) S_(t-1)^T k_t)^T
     o_t = S_t^T q_t / sqrt(dk)
 
-Token by token that is slow.  Within a chunk the sum of the decays up to token i is G_i, and what token i writes is a
-row of a triangular system (the WY representation), which depends on the state in front of the chunk linearly:
+Token by token this is slow.  Within a chunk let G_i be the sum of the log decays up to token i.  What the tokens write
+solves a triangular system (the WY representation), which is linear in the state before the chunk:
 
     (I + L) X = b V - (b exp(G) K) S        L_ij = b_i exp(G_i - G_j) k_i . k_j for j < i, else 0
     O = exp(G) Q S + (Q K^T exp(G_i - G_j), j <= i) X
     S' = exp(G_C) S + (exp(G_C - G) K)^T X
 
-so that the tokens of a chunk are matrix products, and only chunks follow each other.
+So the work within a chunk is matrix products, and only the chunks are sequential.
 
 Shapes: t = tokens, h = key heads, r = value heads of a key head, dk and dv = widths of keys and values, n = chunks of
 c tokens, m = sequences that still have chunks.
@@ -39,11 +39,11 @@ UNIT_EPSILON = 1e-6
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, rows: PackedRows
 ) -> Tensor:
-    """Return [t, h, r, dv] in the dtype of ``value``: by ``fla``'s kernels on CUDA in 16 bits, else by
+    """Return [t, h, r, dv] in the dtype of ``value``, with ``fla``'s kernels on CUDA in bf16 or fp16, otherwise with
     :func:`chunked_delta_rule`.
 
     Args:
-        query, key: [t, h, dk], made unit vectors here.
+        query, key: [t, h, dk], normalized to unit vectors here.
         value: [t, h, r, dv]
         log_decay: [t, h, r], at most 0, fp32.
         strength: [t, h, r], between 0 and 1.
@@ -58,7 +58,7 @@ def gated_delta_rule(
 def by_kernel(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, rows: PackedRows
 ) -> Tensor:
-    """Run :func:`gated_delta_rule` by a kernel that wants a batch of one, and as many key heads as value heads."""
+    """Run :func:`gated_delta_rule` with a kernel that needs a batch of one, and as many key heads as value heads."""
     repeats = value.size(2)
     out, _ = kernel(
         q=query.repeat_interleave(repeats, dim=1)[None],
@@ -74,7 +74,7 @@ def by_kernel(
 
 @functools.cache
 def fla_kernel() -> Kernel | None:
-    """Return the Triton kernels of flash-linear-attention; None where the package is not installed."""
+    """Return the Triton kernels of flash-linear-attention; None if the package is not installed."""
     if importlib.util.find_spec("fla") is None:
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -93,11 +93,11 @@ def chunked_delta_rule(
     total = g.squeeze(-1).cumsum(-1)  # [n, h, r, c]
     num_chunk = total.size(-1)
     is_future = torch.ones(num_chunk, num_chunk, dtype=torch.bool, device=value.device).triu(1)
-    # Masked before the exponential: where it is not used it would overflow.
+    # Masked before the exponential, which would overflow in the unused part.
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(is_future, float("-inf")).exp()
     lower = (b * (k @ k.mT) * decay).tril(-1)
     shrunk = total.exp()[..., None]
-    # The solution for both right sides at once: what is written, and what of it depends on the state.
+    # Solve both right-hand sides at once: the part that does not depend on the state, and the part that does.
     sides = torch.cat([b * v, b * shrunk * k], dim=-1)
     solved = torch.linalg.solve_triangular(lower, sides, upper=False, unitriangular=True)
     written, from_state = solved.split([value.size(-1), key.size(-1)], dim=-1)
@@ -130,5 +130,5 @@ def chunked_delta_rule(
 
 
 def unit(x: Tensor) -> Tensor:
-    """Normalise the vectors of the last dimension to length one (a little less where they are tiny)."""
+    """Normalize the vectors of the last dimension to length one (a little less if they are tiny)."""
     return x * (x.square().sum(-1, keepdim=True) + UNIT_EPSILON).rsqrt()

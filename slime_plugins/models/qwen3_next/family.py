@@ -1,7 +1,7 @@
-"""Qwen3-Next: gated delta nets, attention with an output gate, experts with a gated shared one.
+"""Qwen3-Next: gated delta nets, attention with an output gate, experts with a gated shared expert.
 
-Everything that belongs to one key head of a delta net, or to one query group of attention, is kept together, so that
-tensor parallelism cuts along whole heads.
+Rows of one key head of a delta net, or of one query group of attention, stay together, so tensor parallelism shards
+along whole heads.
 
 Shapes: H = key heads, r = value heads of a key head, dk and dv = widths of their keys and values, K = width of the
 convolution; G = query groups, q = query heads of a group, d = head dimension.
@@ -36,8 +36,8 @@ from slime_plugins.models.shared_weights import (
 
 
 def merge_gated_qkv(query: Tensor, key: Tensor, value: Tensor, shape: ModelDims) -> Tensor:
-    """Query and gate [G * q * 2 * d, h] (head by head), key and value [G * d, h] to [G * (2 q + 2) * d, h]: each
-    group's queries, gates, key, value.
+    """Merge query and gate [G * q * 2 * d, h] (head by head), key and value [G * d, h] into [G * (2 q + 2) * d, h]:
+    per group queries, gates, key, value.
 
     Raises:
         DataError: the rows are not those of the model's heads.
@@ -55,7 +55,7 @@ def split_gated_qkv(merged: Tensor, shape: ModelDims) -> Sequence[Tensor]:
 
 
 def merge_in_proj(qkvz: Tensor, ba: Tensor, shape: ModelDims) -> Tensor:
-    """Merge rows of q, k, v, z and of b, a, each key head after key head: per key head q, k, v, b, a, z."""
+    """Merge rows of q, k, v, z and of b, a, both ordered by key head: per key head q, k, v, b, a, z."""
     heads = shape.linear_key_heads
     check_rows("in_proj_qkvz", qkvz, heads * (shape.linear_group_channels + _gate_rows(shape)))
     check_rows("in_proj_ba", ba, heads * 2 * shape.linear_ratio)
@@ -109,7 +109,7 @@ DELTA_NET = (
         merge=merge_in_proj,
         split=split_in_proj,
     ),
-    # The second spelling of the norm in front, as in NORMS.
+    # The second spelling of the norm before it, as in NORMS.
     Rule("self_attention.in_proj.layer_norm_weight", ("input_layernorm.weight",)),
     relaid_rule("self_attention.conv_weight", "linear_attn.conv1d.weight", merge_convolution, split_convolution),
     Rule("self_attention.A_log", ("linear_attn.A_log",)),
@@ -123,7 +123,7 @@ MTP = (
     Rule("hnorm.weight", ("pre_fc_norm_hidden.weight",)),
     Rule("final_layernorm.weight", ("norm.weight",)),
 )
-"""Of the one MTP layer; its ``transformer_layer`` has full attention."""
+"""Rules of the single MTP layer, whose ``transformer_layer`` has full attention."""
 
 QWEN3_NEXT = WeightMap(
     family="Qwen3-Next",
@@ -155,7 +155,7 @@ GATED = dict.fromkeys(("qk_layernorm", "attention_output_gate", "apply_layernorm
 
 
 def linear_flags(config: Config) -> Iterator[Flag]:
-    """Yield the sizes of the delta nets, and which layers they are: a type for each layer, or an interval."""
+    """Yield the sizes of the delta nets, and their layers: one type per layer, or an interval."""
     yield from facts(config, {key: key for key in DELTA_NET_SIZES})
     types = (config.get("layer_types") or [])[: config.get("num_hidden_layers")]
     if types:
@@ -174,9 +174,9 @@ FAMILIES = (
         has_linear_attention=True,
         always={**SOFTMAX, **GATED, "moe_shared_expert_gate": True},
         flags=linear_flags,
-        # SGLang's adapters know neither the gate of attention nor the width of the shared expert.
+        # SGLang's adapters support neither the gate of attention nor the width of the shared expert.
         engine_without_adapters=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
-        # The published config.json does not speak of the MTP layer that every checkpoint has.
+        # The published config.json does not mention the MTP layer that every checkpoint has.
         defaults={"num_nextn_predict_layers": 1},
         published={
             "Qwen3-Next-80B-A3B-Instruct": _PUBLISHED,

@@ -5,11 +5,10 @@
     o = gated delta rule of q, k, v with log decay -exp(A) softplus(a + bias) and write strength sigmoid(b)
     out = projection of norm(o) * silu(z)
 
-megatron-core's own layer knows neither packed sequences nor context parallelism, and runs on CUDA only.
+megatron-core's layer supports neither packed sequences nor context parallelism, and runs only on CUDA.
 
-A key head with its value heads is the unit of all cuts: tensor parallelism deals them out, context parallelism deals
-those of a rank out once more (:func:`heads_for_tokens`).  All parameters therefore hold what belongs to one key head
-together, key head after key head.
+The unit of sharding is a key head with its value heads: tensor parallelism distributes them, and context parallelism
+distributes those of a rank again (:func:`heads_for_tokens`).  All parameters are therefore ordered by key head.
 
 Shapes: s = tokens of this tensor-parallel rank under sequence parallelism, else t; t = tokens of this context-parallel
 rank; T = t without context parallelism, else the tokens of the whole stream; h = key heads of this rank, and of these
@@ -53,7 +52,7 @@ from slime_plugins.models.qwen3_next.packed_rows import PackedRows, rows_or_zero
 
 @dataclass
 class GatedDeltaNetSubmodules:
-    """The projections: of everything that is made of the hidden state, and back to it."""
+    """The input projection (everything computed from the hidden state) and the output projection."""
 
     in_proj: ModuleSpec | type
     out_proj: ModuleSpec | type
@@ -62,7 +61,7 @@ class GatedDeltaNetSubmodules:
 class GatedNorm(torch.nn.Module):
     """``x / rms(x) * weight * silu(gate)`` for each head, computed in fp32.
 
-    The weight is whole on every tensor-parallel rank, which sees its own heads only: its gradient is summed.
+    The weight is replicated on tensor-parallel ranks, each of which has only its own heads, so its gradient is summed.
     """
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
@@ -70,7 +69,7 @@ class GatedNorm(torch.nn.Module):
         self.eps = config.layernorm_epsilon
         self.weight = torch.nn.Parameter(torch.ones(size, **cpu_platform.of_new_parameters(config)))
         self.is_summed_later = config.sequence_parallel
-        """With the other norms' gradients, at the end of the backward pass."""
+        """The gradient is summed with those of other norms, at the end of the backward pass."""
         self.weight.sequence_parallel = self.is_summed_later  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, gate: Tensor, tp_group: torch.distributed.ProcessGroup) -> Tensor:
@@ -85,12 +84,12 @@ class GatedNorm(torch.nn.Module):
 class GatedDeltaNet(MegatronModule):
     """The self-attention of a layer without softmax.
 
-    Invariant: outputs and gradients of a sequence do not depend on what it is packed with, nor on the layout.
-    Mamba-2 (``slime_plugins/models/nemotron_h``) is this layer with another rule in :meth:`core`.
+    Invariant: outputs and gradients of a sequence depend neither on the packing nor on the parallel layout.  Mamba-2
+    (``slime_plugins/models/nemotron_h``) is this layer with another rule in :meth:`core`.
     """
 
     gates_of_value_head = 2
-    """Outputs of ``in_proj`` that a value head has for its rule: write strength and step."""
+    """Outputs of ``in_proj`` per value head for the rule: write strength and step."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class GatedDeltaNet(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Take what megatron-core's TransformerLayer passes to any self-attention."""
+        """Build with the arguments that megatron-core's TransformerLayer passes to self-attention."""
         super().__init__(config=config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
@@ -119,9 +118,9 @@ class GatedDeltaNet(MegatronModule):
 
         values = self.ratio * self.value_width
         self.channels = 2 * self.key_width + values
-        """Channels of the convolution that belong to one key head: q, k, v."""
+        """Channels of the convolution per key head: q, k, v."""
         self.part_sizes = (self.channels, self.gates_of_value_head * self.ratio, values)
-        """Of what ``in_proj`` gives for one key head: q, k and v; b and a; z."""
+        """Sizes of the outputs of ``in_proj`` per key head: q, k and v; b and a; z."""
         self.in_proj = build_module(
             submodules.in_proj,
             config.hidden_size,
@@ -155,13 +154,13 @@ class GatedDeltaNet(MegatronModule):
             self._initialize()
 
     def add_parameters(self, config: TransformerConfig) -> None:
-        """Add what belongs to this rule alone; parameters of the layer itself are made by :func:`cut_parameter`."""
+        """Add the parameters of this rule; :func:`cut_parameter` creates those of the layer."""
         self.out_norm = GatedNorm(config, self.value_width)
 
     @torch.no_grad()
     def _initialize(self) -> None:
-        """Initialise decays of all speeds, from 1 / 16 on, alike in every layout; the convolution passes the token
-        itself.
+        """Initialize decays of all speeds, from 1 / 16 on, equally in every layout; the convolution starts as the
+        identity.
         """
         num_all = self.A_log.numel() * self.tp_group.size()
         head = torch.arange(self.A_log.numel(), device=self.A_log.device) + self.tp_group.rank() * self.A_log.numel()
@@ -179,7 +178,7 @@ class GatedDeltaNet(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Args:
             hidden_states: [s, 1, hidden]
-            attention_mask: not used, every token sees those before it.
+            attention_mask: ignored; every token sees those before it.
             packed_seq_params: lengths over all context-parallel ranks.
 
         Returns:
@@ -203,7 +202,7 @@ class GatedDeltaNet(MegatronModule):
         return self.out_proj(self.normed(out, gate).flatten(1).unsqueeze(1))
 
     def normed(self, out: Tensor, gate: Tensor) -> Tensor:
-        """Norm the outputs [t, h, r * dv] of all heads of this rank, and apply the gate of that shape."""
+        """Normalize the outputs [t, h, r * dv] of all heads of this rank, and apply the gate of the same shape."""
         per_head = (-1, self.num_heads * self.ratio, self.value_width)
         return self.out_norm(out.reshape(per_head), gate.reshape(per_head), self.tp_group)
 
@@ -233,7 +232,7 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Return the entries as the base class does, which takes a module's own parameters for whole ones."""
+        """Return the base class's entries, with this module's parameters marked as sharded."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         own: dict[str, Any] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
@@ -254,7 +253,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 def gated_delta_net_spec(module: type[GatedDeltaNet]) -> ModuleSpec:
-    """Return self-attention of a layer with a gated delta net, or another rule in its place."""
+    """Return the self-attention of a layer with a gated delta net, or with another rule in its place."""
     provider = LocalSpecProvider()
     return ModuleSpec(
         module=module,
@@ -266,17 +265,16 @@ def gated_delta_net_spec(module: type[GatedDeltaNet]) -> ModuleSpec:
 
 
 def cut_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """Return a parameter of which each tensor-parallel rank holds a part of the rows."""
+    """Return a parameter whose rows are sharded over tensor-parallel ranks."""
     parameter = torch.nn.Parameter(torch.empty(*shape, **cpu_platform.of_new_parameters(config)))
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     return parameter
 
 
-# Context parallelism of a layer that needs whole sequences: ranks trade tokens for heads and back (all-to-all).
+# Context parallelism of a layer that needs whole sequences: ranks exchange tokens for heads and back (all-to-all).
 #
 # A context-parallel rank holds chunks ``r`` and ``2 cp - 1 - r`` of every sequence, for all of its heads.  A
-# recurrence needs the tokens in order; so each rank takes a share of the heads, for all tokens, and gives the outputs
-# back.
+# recurrence needs the tokens in order, so each rank gets all tokens for a share of the heads, and returns the outputs.
 #
 # Shapes: t = tokens of this rank, T = t * cp tokens of the whole stream, h = heads that the ranks share, w = any
 # width.
@@ -287,8 +285,8 @@ def heads_for_tokens(x: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tens
     heads.
 
     Args:
-        x: heads in their order; cp must divide their number.
-        order: of :func:`natural_order`.
+        x: heads in order; cp must divide their number.
+        order: result of :func:`natural_order`.
         group: the context-parallel ranks.
     """
     shares = x.unflatten(1, (group.size(), -1)).transpose(0, 1).flatten(0, 1).contiguous()

@@ -2,9 +2,9 @@
 
     --spec slime_plugins.models.qwen3_next get_qwen3_next_spec --attention-output-gate --apply-layernorm-1p
 
-Which layers have which attention, and the sizes of the delta nets, are megatron-core's own fields, which slime
-fills from config.json of ``--hf-checkpoint``; everything else is the decoder block that the flags describe, the layer
-inside of an MTP layer included.
+The kind of attention of each layer and the sizes of the delta nets are megatron-core's own fields, which slime fills
+from the config.json of ``--hf-checkpoint``; the flags describe the rest of the decoder block, including the layer
+inside of an MTP layer.
 
 gated_delta_net.py   linear attention by the gated delta rule, in every parallel layout
 delta_rule.py        the rule itself, chunk by chunk in plain torch, or by the kernels of ``fla``
@@ -34,12 +34,12 @@ def get_qwen3_next_spec(args: Namespace, config: TransformerConfig, vp_stage: in
     """Return the layers of this pipeline stage.
 
     Args:
-        args: not read; part of what ``--spec`` calls with.
-        config: ``linear_attention_freq`` says which layers have linear attention.
-        vp_stage: which virtual stage of this rank.
+        args: not read; part of the ``--spec`` signature.
+        config: ``linear_attention_freq`` determines which layers have linear attention.
+        vp_stage: virtual pipeline stage on this rank.
 
     Raises:
-        ConfigError: it says nothing.
+        ConfigError: ``linear_attention_freq`` is not set.
     """
     check_stages(args, config)
     is_linear = linear_layers(config.linear_attention_freq, config.num_layers)
@@ -51,10 +51,10 @@ def get_qwen3_next_spec(args: Namespace, config: TransformerConfig, vp_stage: in
 
 
 def check_stages(args: Namespace, config: TransformerConfig) -> None:
-    """Check the flags before a GPU is taken.
+    """Check the flags before any GPU is used.
 
     Raises:
-        ConfigError: nothing says which layers have linear attention, or their sizes do not go together.
+        ConfigError: it is not known which layers have linear attention, or their sizes are inconsistent.
     """
     if config.linear_attention_freq is None:
         raise ConfigError(
@@ -65,10 +65,10 @@ def check_stages(args: Namespace, config: TransformerConfig) -> None:
 
 
 def check_linear_attention(args: Namespace) -> None:
-    """Refuse sizes of linear attention that cannot be cut, or do not go together.
+    """Check that the sizes of linear attention are consistent and can be sharded.
 
     Raises:
-        ConfigError: with the flag, its value and what is allowed.
+        ConfigError: names the flag, its value and what is allowed.
     """
     if (args.mtp_num_layers or 0) > 1:
         raise ConfigError(
@@ -89,9 +89,9 @@ def check_linear_attention(args: Namespace) -> None:
 
 
 def with_delta_net(layer: ModuleSpec, module: type[GatedDeltaNet] = GatedDeltaNet) -> ModuleSpec:
-    """Return the layer with linear attention in place of its own."""
+    """Return the layer with its attention replaced by linear attention."""
     names = dict(layer.submodules.sharded_state_dict_keys_map)
-    # On disk the norm belongs to the projection that follows, as TransformerEngine has it.
+    # On disk the norm belongs to the projection that follows, as in TransformerEngine.
     names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
     parts = replace(layer.submodules, self_attention=gated_delta_net_spec(module), sharded_state_dict_keys_map=names)
     return replace(layer, submodules=parts)

@@ -1,8 +1,8 @@
-"""Places of the tokens of packed sequences in the chunks of the delta rule and in the input of the convolution.
+"""Indices of packed tokens in the chunks of the delta rule and in the input of the convolution.
 
-A micro-batch is one stream of T tokens, sequence after sequence.  Both operations look back, and neither may see the
-sequence before: chunks begin again with each sequence, and K - 1 rows of zeros precede each in what is
-convolved.  All of it is index tensors, made once for a micro-batch.
+A micro-batch is one stream of T tokens, its sequences concatenated.  Both operations look back, but must not see the
+previous sequence: chunks restart with each sequence, and in the convolution's input K - 1 rows of zeros precede each
+sequence.  The index tensors are built once per micro-batch.
 
 Shapes: T tokens, S sequences, N chunks of C tokens, K = width of the convolution.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from slime.backends.megatron_utils.layers.rotary import cumulative_lengths, kept_on
 
 CHUNK = 64
-"""Tokens of a chunk: what is quadratic in it stays small beside the products with the state."""
+"""Tokens per chunk: small enough that the quadratic work is less than the products with the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class PackedRows:
     """Index tensors of one micro-batch; T means "no token", a row of zeros after the last one."""
 
     chunk_tokens: Tensor
-    """[N, C] the tokens of each chunk; all first chunks of the sequences, then all second ones, and so on."""
+    """[N, C] the tokens of each chunk: the first chunks of all sequences, then the second ones, and so on."""
     chunk_places: Tensor
     """[T] index of each token in ``chunk_tokens``, flattened."""
     chunks_of_step: tuple[int, ...]
-    """Sequences that have a first chunk, a second one, ...; the longest sequences come first in each step."""
+    """Number of sequences with a first chunk, a second one, ...; in each step the longest sequences come first."""
     conv_tokens: Tensor
     """[T + S (K - 1)] the input rows of the convolution."""
     conv_places: Tensor
@@ -68,7 +68,7 @@ class PackedRows:
         gap = torch.full((conv_width - 1,), num_tokens)
         pieces = [piece for begin, end in sequences for piece in (gap, torch.arange(begin, end))]
         conv_tokens = torch.cat(pieces) if pieces else gap[:0]
-        # Output row p is made of the input rows p .. p + K - 1, the last of which is the token itself.
+        # Output row p is computed from the input rows p .. p + K - 1, the last of which is the token itself.
         gaps_before = torch.arange(len(sequences)) * (conv_width - 1)
         lengths = torch.tensor([end - begin for begin, end in sequences], dtype=torch.int64)
         conv_places = torch.arange(num_tokens) + gaps_before.repeat_interleave(lengths)
@@ -84,8 +84,8 @@ class PackedRows:
 
     @classmethod
     def of(cls, packed_seq_params: Any, conv_width: int) -> PackedRows:
-        """Return the index tensors of a micro-batch; made once, which waits for the device, and kept on its
-        description.
+        """Return the index tensors of a micro-batch, built once (which synchronizes with the device) and cached on its
+        ``packed_seq_params``.
         """
 
         def make() -> PackedRows:

@@ -6,9 +6,9 @@ from typing import Any
 
 
 def serve_as_qwen2(*_: Any) -> None:
-    """Give Seed-OSS, whose layers are Qwen2's with heads of any width, the class of Qwen2.
+    """Serve Seed-OSS, whose layers are Qwen2's with heads of any width, with the class of Qwen2.
 
-    SGLang 0.5.15 has none, and would run transformers' layers.
+    SGLang 0.5.15 has no class for it, and would run transformers' layers.
     """
     from sglang.srt.models.registry import ModelRegistry
 
@@ -16,9 +16,9 @@ def serve_as_qwen2(*_: Any) -> None:
 
 
 def keep_width(layer: Any, config: Any, *_: Any, **__: Any) -> None:
-    """Let Qwen2's layers read the width of heads from the config.
+    """Make Qwen2's layers read the head width from the config.
 
-    On a CPU SGLang notes the number of heads before padding, and Qwen2's layers divide the hidden size by it.
+    On a CPU SGLang sets the number of heads before padding, by which Qwen2's layers divide the hidden size.
     """
     if config.model_type == "seed_oss":
         vars(config).pop("original_num_attention_heads", None)
