@@ -42,7 +42,7 @@ def test_a_key_of_the_command_line_is_the_jobs_secret(flag):
 def test_no_job_secret_turns_it_off_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         assert derived(no_job_secret=True) is None
-    assert "runs code in its engines" in caplog.text
+    assert "run code in its engines" in caplog.text
 
 
 def test_a_file_is_made_for_its_owner_alone_and_read_by_the_next_job(tmp_path):
