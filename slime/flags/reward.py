@@ -95,7 +95,7 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
         "--rm-max-failures",
         type=non_negative_int,
         default=64,
-        help="End the run after this many consecutive failed gradings; 0: never.",
+        help="End the run after this many consecutive failed gradings, or a rollout in which all failed; 0: never.",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 
+from slime.flags.reward import reward_config
 from slime.observability import telemetry
 from slime.observability.dumps import dump_rollout, load_rollout_dump
 from slime.observability.rollout_metrics import log_eval, log_rollout
@@ -21,6 +22,7 @@ from slime.ray.parts import MakeObserver
 from slime.ray.rollout_data import check_fan_out, plug_ins_of_samples, split_for_ranks, train_data_from_samples
 from slime.ray.utils import ray_transport
 from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn, check_samples, eval_samples, leaf_samples
+from slime.rollout.rm_hub.policy import check_graded
 from slime.rollout.run_state import CheckpointPosition, RunState, use_run
 from slime.utils.errors import ConfigError, ProcessError
 from slime.utils.misc import Box, load_function
@@ -95,6 +97,8 @@ class RolloutWork:
         samples = list(leaf_samples(groups))
         times = {"seconds": time.monotonic() - start, "generation_s": self._clock.end()}
         dump_rollout(self.args, rollout_id, samples)
+        if times["generation_s"]:
+            check_graded(reward_config(self.args), samples)
         if self.args.debug_rollout_only:
             telemetry.samples("rollout", rollout_id=rollout_id, samples=samples, rewards=None)
             log_rollout(self.args, rollout_id, samples, metrics, **times)

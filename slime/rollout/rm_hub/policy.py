@@ -8,7 +8,8 @@ The error is logged and stored in ``sample.metadata["reward_error"]``.  ``--rm-f
     zero     the sample gets reward 0 and is trained
     raise    the run ends
 
-After ``--rm-max-failures`` consecutive failures the run ends with the first error of the row, whatever the policy.
+After ``--rm-max-failures`` consecutive failures, or a rollout of failures alone, the run ends with the first error,
+whatever the policy.
 Mistakes in the flags always end the run.
 """
 
@@ -145,6 +146,21 @@ def leave_out(config: RewardConfig, sample: Sample, failure: Exception) -> None:
     sample.status, sample.remove_sample = Sample.Status.FAILED, True
 
 
+def check_graded(config: RewardConfig, samples: Sequence[Sample]) -> None:
+    """Refuse a rollout without a single graded response; a short run has fewer responses than ``--rm-max-failures``.
+
+    Raises:
+        GraderError: grading failed for all samples, and ``--rm-max-failures`` is not 0.
+    """
+    errors = [(sample.metadata or {}).get("reward_error") for sample in samples]
+    if config.rm_max_failures and errors and all(errors):
+        raise GraderError(
+            f"None of the {len(errors)} responses of this rollout could be graded; the first grading failed with "
+            f"{errors[0]}. Look at --rm-type, --custom-rm-path or the server of --rm-url; --rm-max-failures 0 "
+            "continues without rewards."
+        )
+
+
 def is_one_each(rewards: Any, samples: Sequence[Sample]) -> bool:
     """Return True for a list-like object with one reward per sample."""
     is_list = hasattr(rewards, "__len__") and not isinstance(rewards, str | bytes | Mapping | set)
@@ -259,9 +275,8 @@ class GraderThreads:
 def _grade(outcome: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         outcome.set_result(function(*args))
-    except (
-        CancelledError
-    ) as error:  # raised inside the grader; passed on, it would look like the caller's cancellation
+    except CancelledError as error:
+        # Raised inside the grader; passed on, it would look like the caller's cancellation.
         outcome.set_exception(GraderError(f"the grader's own work was cancelled: {error!r}"))
     except BaseException as error:  # re-raised where the grading is awaited
         outcome.set_exception(error)

@@ -16,9 +16,10 @@ import pytest
 import torch
 from aiohttp import web
 
+from slime.flags.reward import reward_config
 from slime.rollout import rm_hub
 from slime.rollout.rm_hub import async_rm, math_utils, policy, remote
-from slime.rollout.rm_hub.policy import GraderThreads
+from slime.rollout.rm_hub.policy import GraderThreads, check_graded
 from slime.utils.async_utils import run
 from slime.utils.errors import ConfigError, GraderError, HookError
 from slime.utils.http_utils import close_http_client
@@ -117,6 +118,15 @@ def test_failures_in_a_row_end_the_run_with_the_first_cause():
     with pytest.raises(GraderError, match="last 3 gradings failed .* first of them with KeyError") as error:
         asyncio.run(run(["crash"]))
     assert "--custom-rm-path moody raised KeyError: 'x'" in str(error.value) and "in moody" in str(error.value)
+
+
+def test_a_rollout_without_a_graded_response_ends_a_run_too_short_for_the_row():
+    failed = [Sample(metadata={"reward_error": "KeyError: 'x'"}), Sample(metadata={"reward_error": "ValueError: y"})]
+    with pytest.raises(GraderError, match="None of the 2 responses .* failed with KeyError: 'x'.*--rm-max-failures 0"):
+        check_graded(reward_config(args()), failed)
+    check_graded(reward_config(args()), [*failed, Sample(metadata=None)])
+    check_graded(reward_config(args(rm_max_failures=0)), failed)
+    check_graded(reward_config(args()), [])
 
 
 def test_an_overdue_thread_is_replaced_and_others_are_graded_meanwhile():
