@@ -26,6 +26,7 @@ from slime.utils.files import (
     read_model_config,
     read_object,
     read_outside_file,
+    similar_path,
     write_atomically,
 )
 
@@ -198,7 +199,9 @@ def inspect_checkpoint(
     if path.is_file():
         raise ConfigError(f"{flag}: {folder} is a file; give the folder of a Megatron or a Hugging Face checkpoint.")
     if not path.is_dir():
-        raise ConfigError(f"{flag}: {folder} is not a folder. Give a Megatron or a Hugging Face checkpoint.")
+        raise ConfigError(
+            f"{flag}: {folder} is not a folder. Give a Megatron or a Hugging Face checkpoint.{similar_path(path)}"
+        )
     if is_iteration_folder(folder):
         if not (path / "metadata.json").is_file():
             raise DataError(f"{flag}: {folder} is an incomplete checkpoint, without metadata.json. Give another one.")
@@ -259,6 +262,7 @@ def check_huggingface_folder(folder: str, flag: str, *, weights: bool = True) ->
     if not path.is_dir():
         raise ConfigError(
             f"{flag}: {folder} is not a folder. Download the model first: hf download NAME --local-dir DIR."
+            f"{similar_path(path)}"
         )
     if not (path / "config.json").is_file() and (path / TRACKER).is_file():
         raise ConfigError(

@@ -23,6 +23,7 @@ from urllib.parse import parse_qsl
 from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL, GRADERS_WITH_LABELS
 from slime.utils.chat_template import template_messages
 from slime.utils.errors import DataError
+from slime.utils.files import similar_path
 from slime.utils.misc import load_function
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -153,7 +154,7 @@ def checked_file(path: str, flag: str) -> tuple[Path, slice]:
             f"rows such as @[0:100].{remedy}"
         )
     if not file.is_file():
-        raise DataError(f"{flag} is {path!r}, but there is no file {file.absolute()}.")
+        raise DataError(f"{flag} is {path!r}, but there is no file {file.absolute()}.{similar_path(file)}")
     return file, rows
 
 

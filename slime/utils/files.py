@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -104,6 +105,17 @@ def lock_file(descriptor: int, path: Path, *, timeout_s: float, poll_s: float) -
 
 MAX_TEXT_BYTES = 512 << 20
 """Maximum size of JSON files."""
+
+
+def similar_path(path: str | Path) -> str:
+    """Return `` Did you mean PATH?`` with a neighbour of a missing path that has a similar name; empty without one."""
+    folder = Path(path).absolute().parent
+    try:
+        names = os.listdir(folder)
+    except OSError:  # the message is about the path, not about its folder
+        return ""
+    similar = get_close_matches(Path(path).name, names, n=1)
+    return f" Did you mean {folder / similar[0]}?" if similar else ""
 
 
 def check_inside(path: Path) -> None:

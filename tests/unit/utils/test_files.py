@@ -227,3 +227,9 @@ def test_where_the_path_is_too_long_for_sockets_they_have_a_short_one_and_the_fi
         server.bind(str(session / "plasma_store.1"))
     files.remove_ray_folder(folder)
     assert list(long.iterdir()) == [] and not folder.exists()
+
+
+def test_a_missing_path_names_a_neighbour_of_a_similar_name(tmp_path):
+    (tmp_path / "prompts.jsonl").touch()
+    assert files.similar_path(tmp_path / "prompt.jsonl") == f" Did you mean {tmp_path}/prompts.jsonl?"
+    assert files.similar_path(tmp_path / "weights") == files.similar_path(tmp_path / "no" / "folder") == ""
