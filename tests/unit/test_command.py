@@ -52,7 +52,7 @@ def test_the_installed_distribution_has_this_command(tmp_path):
 def test_a_word_that_is_no_verb_is_refused_with_those_that_are(words, capsys):
     with pytest.raises(SystemExit) as left:
         main(words)
-    assert left.value.code == 2 and "must be one of" in capsys.readouterr().err
+    assert left.value.code == 2 and "use one of" in capsys.readouterr().err
 
 
 def test_a_verb_hands_its_words_to_the_program(capsys):

@@ -151,7 +151,7 @@ def test_an_engine_that_counts_other_tokens_for_images_is_refused():
     check_image_tokens("Sample 1", {"image_data": ["x"]}, {"prompt_tokens": 4, "finish_reason": stop}, 4)
     check_image_tokens("Sample 1", {"image_data": ["x"]}, {"prompt_tokens": 3, "finish_reason": abort}, 4)
     check_image_tokens("Sample 1", {"input_ids": [1]}, {"prompt_tokens": 3, "finish_reason": stop}, 4)
-    with pytest.raises(DataError, match="with 1 images has 4 tokens, and 3 in the engine.*SGLANG_IMAGE_MAX_PIXELS"):
+    with pytest.raises(DataError, match="with 1 images has 4 tokens, but 3 in the engine.*SGLANG_IMAGE_MAX_PIXELS"):
         check_image_tokens("Sample 1", {"image_data": ["x"]}, {"prompt_tokens": 3, "finish_reason": stop}, 4)
 
 
