@@ -8,7 +8,6 @@ check them (``check_trainer_hooks``).
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import inspect
 from argparse import Namespace
@@ -18,7 +17,7 @@ from typing import Any
 
 from slime.flags.config import backend_flags
 from slime.flags.hooks import HOOKS, Hook
-from slime.utils.errors import HookError
+from slime.utils.errors import HookError, did_you_mean
 from slime.utils.plugins import IMPORT_TIMEOUT_S, import_plugin, is_coroutine_function, said_by
 
 DATA_SOURCE_METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
@@ -108,9 +107,7 @@ def check_import(hook: Hook, path: str, where: str, *, timeout_s: float = IMPORT
 
 def _has_no(module: str, attribute: str, names: Iterable[str], path: str) -> str:
     """Return what is wrong with a path into ``module``, with the name there that is most like ``attribute``."""
-    similar = difflib.get_close_matches(attribute, names, n=1)
-    hint = f" Did you mean {similar[0]}?" if similar else ""
-    return f"{module} has no {attribute}.{hint} Correct the path {path}."
+    return f"{module} has no {attribute}.{did_you_mean(attribute, names)} Correct the path {path}."
 
 
 def check_source(hook: Hook, path: str, where: str) -> None:

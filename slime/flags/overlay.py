@@ -25,7 +25,7 @@ import yaml
 
 from slime.flags.group import flag_of
 from slime.flags.parser import Parser
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -225,8 +225,7 @@ def set_overrides(args: Namespace, role: str, overrides: dict[str, Any], parser:
             logger.info("%s: %s of a role is not used; every role has the actor's GPUs.", ROLES_FLAG, name)
             continue
         if not hasattr(args, name):
-            similar = difflib.get_close_matches(name, vars(args), n=1)
-            hint = f" Did you mean {similar[0]}?" if similar else ""
+            hint = did_you_mean(name, vars(args))
             raise ConfigError(f"{source}: the {role}'s override {key} is no attribute of args.{hint}")
         action = parser.flag_with(name)
         if action is not None:

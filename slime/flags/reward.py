@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 from slime.flags.config import read_config
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import http_url, non_negative_int, wait_s
+from slime.utils.errors import did_you_mean
 
 BOXED_PREFIX = "boxed_"
 """Prefix of a grader's name that makes it grade the boxed answer."""
@@ -129,11 +129,9 @@ def check_rewards(args: Namespace) -> Iterator[str]:
 def _grader(rm_type: str, where: str) -> Iterator[str]:
     name = rm_type.removeprefix(BOXED_PREFIX)
     if name not in RM_TYPES:
-        similar = difflib.get_close_matches(name, RM_TYPES, n=1)
-        hint = f"Did you mean {similar[0]}? " if similar else ""
         yield (
-            f"{where} {rm_type} is no grader. {hint}There are {', '.join(RM_TYPES)}, each also with the prefix "
-            f"{BOXED_PREFIX}; your own goes into --custom-rm-path."
+            f"{where} {rm_type} is no grader.{did_you_mean(name, RM_TYPES)} There are "
+            f"{', '.join(RM_TYPES)}, each also with the prefix {BOXED_PREFIX}; your own goes into --custom-rm-path."
         )
     if name == "math_verify" and not is_math_verify_installed():
         yield f"{where} {rm_type}: {INSTALL_MATH_VERIFY}"

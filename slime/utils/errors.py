@@ -22,6 +22,9 @@ A message has three parts: what is wrong, with the value received; what is allow
 flag or the file.  Anything else that escapes is a bug.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class SlimeError(Exception):
     """Base of every error that slime raises on purpose."""
@@ -81,3 +84,13 @@ class StepError(SlimeError, ArithmeticError):
 
 class CheckError(SlimeError, AssertionError):
     """A number fails a check requested by the user (``--ci-test``)."""
+
+
+def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return `` Did you mean NAME?`` with the candidate most similar to ``name``; empty if none is similar.
+
+    Args:
+        cutoff: least similarity, 0 to 1, as in ``difflib.get_close_matches``.
+    """
+    similar = get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
+    return f" Did you mean {similar[0]}?" if similar else ""

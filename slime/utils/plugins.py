@@ -7,7 +7,6 @@ plug-in's own frames.  ``SystemExit``, which would silently end the process or t
 from __future__ import annotations
 
 import asyncio
-import difflib
 import importlib
 import inspect
 import logging
@@ -25,7 +24,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from slime.utils.errors import HookError
+from slime.utils.errors import HookError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -206,8 +205,7 @@ def import_plugin(module_name: str, where: str, timeout_s: float = IMPORT_TIMEOU
             raise HookError(str(error)) from None
         hint, frames = "", frames_of(error)
         if isinstance(error, ModuleNotFoundError) and error.name == module_name:
-            near = difflib.get_close_matches(module_name, {found.name for found in pkgutil.iter_modules()}, n=1)
-            hint, frames = f" Did you mean {near[0]}?" if near else "", ""
+            hint, frames = did_you_mean(module_name, {found.name for found in pkgutil.iter_modules()}), ""
         raise HookError(
             f"{where}: importing {module_name} raised {said_by(error)}.{hint} The path is "
             "package.module.attribute, importable from here and in Ray's workers (PYTHONPATH)."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import itertools
 import json
 import re
@@ -45,7 +44,7 @@ from slime.flags.kinds import (
     positive_int,
 )
 from slime.flags.parser import Parser
-from slime.utils.errors import ConfigError
+from slime.utils.errors import ConfigError, did_you_mean
 from slime.utils.files import language_config, read_model_config
 from slime.utils.net import format_host
 
@@ -518,8 +517,7 @@ def override_problems(path: str, config: SGLangConfig, parser: Parser, fields: C
             for key, value in group.overrides.items():
                 name = present_name(key, fields)
                 if name not in fields:
-                    similar = difflib.get_close_matches(name, fields, n=1, cutoff=0.75)
-                    hint = f" Did you mean {similar[0]}?" if similar else " Leave it out."
+                    hint = did_you_mean(name, fields, cutoff=0.75) or " Leave it out."
                     yield f"{where.format(name)} is no field of the installed SGLang's ServerArgs.{hint}"
                 elif (action := parser.flag_with(name)) is not None:
                     yield from _value_problems(parser, action, value, where.format(name))
