@@ -177,7 +177,7 @@ def _parse_entries(entries: bytes) -> TokenLogProbs | None:
 
 
 SHARED_IDS = 1 << 18
-"""Token ids below this (larger than today's vocabularies) are shared int objects."""
+"""Token ids below this (larger than current vocabularies) are shared int objects."""
 
 
 @functools.cache
@@ -195,9 +195,9 @@ def share_ids(ids: list[int]) -> list[int]:
         return ids
     try:
         shared = list(operator.itemgetter(*ids)(_shared_ids()))
-    except IndexError:  # an id above today's vocabularies
+    except IndexError:  # an id of SHARED_IDS or more
         return ids
-    return shared if sum(shared) == sum(ids) else ids  # a negative id counts from the end of the table
+    return shared if sum(shared) == sum(ids) else ids  # negative ids would index from the end of the table
 
 
 def read_top_p_spans(meta: Mapping[str, Any], num_tokens: int) -> tuple[Tensor, Tensor] | None:
@@ -234,8 +234,8 @@ def extend_top_p_spans(
 ) -> tuple[Any, Any] | None:
     """Append the spans of ``num_new`` more tokens to those of a response.
 
-    Without ``new_spans`` the new tokens get empty spans when the response has spans already, and nothing happens
-    otherwise; without ``spans`` the ``num_earlier`` tokens before them get empty ones.
+    Without ``new_spans``, the new tokens get empty spans if the response already has spans; otherwise nothing changes.
+    Without ``spans``, the ``num_earlier`` tokens before the new ones get empty spans.
     """
     if new_spans is None:
         if spans is None or num_new == 0:
@@ -253,8 +253,8 @@ def read_routed_experts(
 ) -> Tensor | None:
     """Return the experts of each position, int32 [num_tokens - 1, num_layers, top_k]; None if not sent.
 
-    The last token was never an input, hence the minus one.  An engine that found ``routed_experts_start_len``
-    positions in its cache sends only the rows after them; ``earlier`` supplies the rest.
+    There is one row less than tokens because the last token was never an input.  An engine that found
+    ``routed_experts_start_len`` positions in its cache sends only the rows after them; ``earlier`` supplies the rest.
     """
     flat = decode_int32_meta_array(meta, ROUTED_EXPERTS_KEY)
     if flat is None:
@@ -263,7 +263,7 @@ def read_routed_experts(
     num_rows = max(0, num_tokens - 1 - start)
     if len(flat) != num_rows * num_layers * top_k:
         raise DataError(
-            f"meta_info['routed_experts'] has {len(flat)} values; {num_tokens} tokens from position {start} on need "
+            f"meta_info['routed_experts'] has {len(flat)} values; {num_tokens} tokens from position {start} need "
             f"{num_rows} x {num_layers} layers x {top_k} experts = {num_rows * num_layers * top_k}."
         )
     rows = flat.reshape(num_rows, num_layers, top_k)
@@ -286,7 +286,7 @@ MIN_LOG_PROB = -1e30
 """Lower limit of log-probs, to exclude minus infinity."""
 MAX_TOKEN = 2**31 - 1
 MAX_TEXT_PER_TOKEN = 4096
-"""Maximum characters per token; the longest tokens of today's vocabularies have a few hundred."""
+"""Maximum characters per token; the longest tokens of current vocabularies have a few hundred."""
 MAX_VERSION_LENGTH = 200
 _LOOK_AT_LOG = "Look at the log of the engine."
 
@@ -299,14 +299,14 @@ def problem_with_answer(output: Any, payload: Mapping[str, Any]) -> str | None:
     """
     if not isinstance(output, dict) or not isinstance(output.get("meta_info"), dict):
         return (
-            f"it is {str(output)[:300]!r}; /generate must give an object with 'text' and 'meta_info'. Look at the log "
-            "of the engine or the router."
+            f"it is {str(output)[:300]!r}; /generate must return an object with 'text' and 'meta_info'. Look at the "
+            "log of the engine or the router."
         )
     meta = output["meta_info"]
     if not isinstance(meta.get("finish_reason"), dict):
         return f"it has no finish_reason: {str(meta)[:300]}. {_LOOK_AT_LOG}"
     if not isinstance(meta["finish_reason"].get("type"), str | None):
-        return f"its finish_reason is {_shown(meta['finish_reason'])}, whose type must be a text. {_LOOK_AT_LOG}"
+        return f"its finish_reason is {_shown(meta['finish_reason'])}, whose type must be a string. {_LOOK_AT_LOG}"
     entries = meta.get("output_token_logprobs")
     if entries is None:
         entries = []
@@ -325,7 +325,7 @@ def _problem_with_tokens(entries: Any) -> str | None:
             if MIN_LOG_PROB <= low and high <= MAX_LOG_PROB and max(entries.ids, default=0) <= MAX_TOKEN:
                 return None  # the ids were checked when the text was parsed
         except TypeError:
-            pass  # a log-prob is missing; which one is found below
+            pass  # a log-prob is missing; the loop below finds it
     elif not isinstance(entries, list):
         return f"meta_info['output_token_logprobs'] is {_shown(entries)}; it must be a list."
     for position, entry in enumerate(entries):
@@ -353,7 +353,7 @@ def _problem_with_facts(meta: Mapping[str, Any]) -> str | None:
             return f"meta_info[{name!r}] is {_shown(value)}; it must be a whole number from 0 on."
     version = meta.get("weight_version")
     if version is not None and (type(version) not in (str, int) or len(str(version)) > MAX_VERSION_LENGTH):
-        return f"meta_info['weight_version'] is {_shown(version)}; it must be a short text or a number."
+        return f"meta_info['weight_version'] is {_shown(version)}; it must be a short string or a number."
     return None
 
 
@@ -363,12 +363,12 @@ def _problem_with_counts(
     limit = (payload.get("sampling_params") or {}).get("max_new_tokens")
     if isinstance(limit, int) and num_tokens > limit:
         return f"it has {num_tokens} tokens; max_new_tokens of the request is {limit}."
-    # An aborted request, and one drafted by another model, may be counted before its last tokens are listed.
+    # An aborted request, or one with speculative decoding, may be counted before its last tokens are listed.
     is_counted = meta["finish_reason"].get("type") != "abort" and "spec_verify_ct" not in meta
     completion = meta.get("completion_tokens")
     if is_counted and completion is not None and completion != num_tokens:
         return (
-            f"meta_info['completion_tokens'] is {_shown(completion)}, and output_token_logprobs has {num_tokens} "
+            f"meta_info['completion_tokens'] is {_shown(completion)}, but output_token_logprobs has {num_tokens} "
             "entries; there must be one for each token."
         )
     # One placeholder id represents all tokens of an image.
@@ -384,7 +384,7 @@ def _problem_with_counts(
         and (not isinstance(ids, list) or len(ids) not in (0, num_tokens))
     ):
         count = len(ids) if isinstance(ids, list) else _shown(ids)
-        return f"output_ids has {count} entries, and output_token_logprobs {num_tokens}; both list the new tokens."
+        return f"output_ids has {count} entries, but output_token_logprobs has {num_tokens}; both list the new tokens."
     text = output.get("text")
     if text is not None and not isinstance(text, str):
         return f"its text is {_shown(text)}; it must be a string."

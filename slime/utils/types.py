@@ -69,7 +69,7 @@ class _StatusField:
     """Descriptor of ``Sample.status``: converts text to the status of that name and refuses anything else."""
 
     def __get__(self, sample: Any, owner: type) -> SampleStatus:
-        return SampleStatus.PENDING if sample is None else sample.__dict__["status"]  # the class's is the default
+        return SampleStatus.PENDING if sample is None else sample.__dict__["status"]  # on the class: the default
 
     def __set__(self, sample: Any, value: SampleStatus | str) -> None:
         sample.__dict__["status"] = value if type(value) is SampleStatus else _status_of(value)
@@ -194,9 +194,9 @@ class Sample:
 
     @property
     def is_graded(self) -> bool:
-        """False where the reward stands for none: what should give it failed, and the sample does not train.
+        """False if grading failed: the reward is then a placeholder, and the sample does not train.
 
-        Such a sample is left out of every statistic of rewards.
+        Such a sample is excluded from all reward statistics.
         """
         return not (self.remove_sample and self.status == SampleStatus.FAILED)
 
@@ -213,17 +213,17 @@ class Sample:
     ) -> None:
         """Extend the response and every per-token field.  On an error, the sample is unchanged.
 
-        Lists grow in place: who holds ``sample.tokens`` or ``sample.loss_mask`` sees the new entries.
+        Lists grow in place: holders of ``sample.tokens`` or ``sample.loss_mask`` see the new entries.
 
         Args:
             args: needed for routed experts (``num_layers``, ``moe_router_topk``) and speculative-decoding counts.
             log_probs: log-prob in nats of each new token; required for trainable tokens, refused for others.
             trainable: whether the policy drew the tokens.  Others (tool output) get mask 0 and log-prob 0.0.
-            update_terminal_info: whether ``meta_info["finish_reason"]`` sets the status, the weight version and the
-                cache and speculation counts; turn it off for all but the last chunk of a stream.
+            update_terminal_info: whether ``meta_info`` sets the status, weight version, and cache and speculation
+                counts; pass False for all but the last chunk of a stream.
 
         Raises:
-            ValueError: the pieces do not fit each other or the response so far.
+            ValueError: the arguments do not fit each other or the response so far.
         """
         new_tokens = None if tokens is None else _list_of(int, tokens)
         new_entries = self._new_entries(new_tokens, log_probs, trainable)
@@ -257,7 +257,7 @@ class Sample:
         if log_probs is not None and not trainable:
             raise ValueError("log_probs were given for tokens with trainable=False; only sampled tokens have them.")
         if log_probs is not None and len(log_probs) != num_new:
-            raise ValueError(f"{len(log_probs)} log_probs were given for {num_new} tokens; there must be one each.")
+            raise ValueError(f"{len(log_probs)} log_probs were given for {num_new} tokens; give one for each.")
         if trainable and num_new and log_probs is None:
             raise ValueError(f"{num_new} trainable tokens came without log_probs; pass them, or trainable=False.")
         if tokens is None:
@@ -293,7 +293,7 @@ class Sample:
         grown = self._grown_top_p(sglang_meta.read_top_p_spans(meta, len(tokens)), len(tokens))
         if meta.get(sglang_meta.ROUTED_EXPERTS_KEY) is not None:
             if args is None:
-                raise ValueError("meta_info has routed_experts; pass args, which tell num_layers and moe_router_topk.")
+                raise ValueError("meta_info has routed_experts; pass args for their num_layers and moe_router_topk.")
             grown["rollout_routed_experts"] = sglang_meta.read_routed_experts(
                 meta,
                 num_tokens=len(self.tokens) + len(tokens),
@@ -327,7 +327,9 @@ def _status_of_finish_reason(reason: Any) -> SampleStatus | None:
 
 @functools.cache
 def _warn_of_finish_reason(kind: str) -> None:
-    message = "An engine ended a response with finish_reason type %r, not stop, length or abort: its status stays."
+    message = (
+        "An engine ended a response with finish_reason type %r, not stop, length or abort; its status is unchanged."
+    )
     logger.warning(message, kind)
 
 
@@ -337,9 +339,9 @@ def _as_list(values: Any) -> list[Any]:
 
 
 def _list_of(kind: type, values: Sequence[Any]) -> list[Any]:
-    """Return the values as a list of ``kind``; a list that is one already is not rebuilt.
+    """Return the values as a list of ``kind``; a list that already is one is returned unchanged.
 
-    Of scalars of another library the sum is such a scalar, too, and takes less time than a look at each type.
+    The check is the type of the sum: it reveals scalars of other libraries, and is faster than testing each type.
     """
     if isinstance(values, list) and not values:
         return values

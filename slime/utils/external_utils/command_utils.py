@@ -1,7 +1,7 @@
 """Recipes as Python scripts: download, convert, train.  Imported as ``U`` by end-to-end scripts.
 
-What runs in the end are the tools and ``scripts/lib.sh``, as in the recipes under ``scripts/``: a Ray cluster of its
-own for the job, ended with it; nothing else on the machine is stopped.
+These functions run the tools and ``scripts/lib.sh``, as the recipes under ``scripts/`` do: each job gets a Ray cluster
+that ends with the job; nothing else on the machine is stopped.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ DATASET_DIR = "/root/datasets"
 
 @dataclasses.dataclass
 class ExecuteTrainConfig:
-    """A script user's choices in addition to the script's own options."""
+    """Options that every script offers in addition to its own."""
 
     cuda_core_dump: bool = False
     """Write a core dump on a GPU fault."""
     num_nodes: int = dataclasses.field(default_factory=lambda: env.get_int("SLIME_SCRIPT_NUM_NODES", 1))
     extra_env_vars: str = ""
-    """``NAME=value`` words for the job; they override what the script sets."""
+    """``NAME=value`` words, separated by spaces; they override the script's environment variables."""
 
 
 # Preparations
@@ -76,13 +76,13 @@ def convert_checkpoint(
     """Convert ``/root/models/MODEL_NAME`` to ``DIR_DST/MODEL_NAME_torch_dist``, unless that exists.
 
     Args:
-        megatron_model_type: the file of ``scripts/models`` that describes the model.
-        multinode: run as one node of several: ``SLURM_JOB_NUM_NODES`` or ``SLIME_SCRIPT_NUM_NODES``,
-            ``SLURM_NODEID``, ``MASTER_ADDR`` and ``MASTER_PORT`` say which.
+        megatron_model_type: name of the file in ``scripts/models`` that describes the model.
+        multinode: run as one of several nodes, configured by ``SLURM_JOB_NUM_NODES`` or ``SLIME_SCRIPT_NUM_NODES``,
+            ``SLURM_NODEID``, ``MASTER_ADDR`` and ``MASTER_PORT``.
     """
     target = Path(dir_dst) / f"{model_name}_torch_dist"
     if (target / "latest_checkpointed_iteration.txt").exists():
-        print(f"{target} is there already")
+        print(f"{target} exists already")
         return
     source = hf_checkpoint or f"/root/models/{model_name}"
     launcher = f"torchrun --nproc-per-node {num_gpus_per_node}"
@@ -101,7 +101,7 @@ def convert_checkpoint(
 
 
 def hf_download_dataset(full_name: str) -> None:
-    """Download a data set of the Hugging Face hub, ``owner/name``, to ``/root/datasets/name``."""
+    """Download the data set ``owner/name`` from the Hugging Face hub to ``/root/datasets/name``."""
     folder = f"{DATASET_DIR}/{full_name.rpartition('/')[2]}"
     exec_command(f"hf download --repo-type dataset {shlex.quote(full_name)} --local-dir {shlex.quote(folder)}")
 
@@ -114,7 +114,7 @@ def rsync_simple(src: str, dst: str) -> None:
 def fp8_cast_bf16(src: str, dst: str) -> None:
     """Write a bf16 copy of a block-FP8 model, unless it exists."""
     if (Path(dst) / "model.safetensors.index.json").exists():
-        print(f"{dst} is there already")
+        print(f"{dst} exists already")
         return
     tool = shlex.quote(str(repo_base_dir / "tools" / "fp8_cast_bf16.py"))
     exec_command(f"python3 {tool} --input-fp8-hf-path {shlex.quote(src)} --output-bf16-hf-path {shlex.quote(dst)}")
@@ -132,13 +132,13 @@ def execute_train(
     extra_env_vars: Mapping[str, str] | None = None,
     config: ExecuteTrainConfig | None = None,
 ) -> None:
-    """Start a Ray cluster and run the job in it, to its end.
+    """Start a Ray cluster, run the job in it, and wait until it ends.
 
     Args:
         train_args: flags, as written in a shell.
-        megatron_model_type: the file of ``scripts/models`` whose flags come first; None for none.
-        before_ray_job_submit: called right before, to start what the job needs.
-        extra_env_vars: for all processes of the job.
+        megatron_model_type: file of ``scripts/models`` whose flags precede ``train_args``; None for no file.
+        before_ray_job_submit: called right before the job is submitted, to start services that it needs.
+        extra_env_vars: environment variables of all processes of the job.
 
     Raises:
         subprocess.CalledProcessError: the job failed.
@@ -200,37 +200,37 @@ def _words(text: str) -> dict[str, str]:
 def get_default_wandb_args(test_file: str, run_name_prefix: str | None = None, run_id: str | None = None) -> str:
     """Return flags that log to Weights & Biases; empty text without ``WANDB_API_KEY``."""
     if env.get_str("WANDB_API_KEY") is None:
-        print("get_default_wandb_args: WANDB_API_KEY is not set, nothing is logged there")
+        print("get_default_wandb_args: WANDB_API_KEY is not set; nothing is logged to Weights & Biases")
         return ""
     prefix = f"{run_name_prefix}_" if run_name_prefix else ""
     group = f"{prefix}{run_id or create_run_id()}"
-    # The key itself stays in the environment: a command line is for everybody to see.
+    # The key itself stays in the environment: every user of the machine can read command lines.
     return (
         f"--use-wandb --wandb-project slime-{shlex.quote(Path(test_file).stem)} --wandb-group {shlex.quote(group)} "
         "--disable-wandb-random-suffix "
     )
 
 
-# Small things
+# Helpers
 
 
 def create_run_id() -> str:
-    """Return the time and three digits, for the names of runs."""
+    """Return a run name: the time and three digits."""
     return f"{time.strftime('%y%m%d-%H%M%S')}-{random.SystemRandom().randint(0, 999):03d}"
 
 
 def get_bool_env_var(name: str, default: str = "false") -> bool:
-    """Return True when an environment variable says yes (1, true, yes, on)."""
+    """Return True if an environment variable is 1, true, yes or on."""
     return env.is_yes(env.get_str(name, default))
 
 
 def get_env_enable_infinite_run() -> bool:
-    """Return ``SLIME_TEST_ENABLE_INFINITE_RUN``: True when a test script goes on without an end."""
+    """Return ``SLIME_TEST_ENABLE_INFINITE_RUN`` as a bool: True if a test script should run forever."""
     return get_bool_env_var("SLIME_TEST_ENABLE_INFINITE_RUN")
 
 
 def save_to_temp_file(text: str, ext: str) -> str:
-    """Write ``text`` to a new file that ends in ``.EXT``; gives its path."""
+    """Write ``text`` to a new file with the extension ``.EXT``; return its path."""
     with tempfile.NamedTemporaryFile("w", suffix=f".{ext.removeprefix('.')}", delete=False) as file:
         file.write(text)
     return file.name
@@ -238,15 +238,15 @@ def save_to_temp_file(text: str, ext: str) -> str:
 
 @functools.cache
 def check_has_nvlink() -> bool:
-    """Return True when GPUs of this machine are linked directly."""
+    """Return True if this machine's GPUs are connected by NVLink."""
     links = exec_command("nvidia-smi topo -m 2>/dev/null | grep -o 'NV[0-9][0-9]*' | wc -l", capture_output=True)
     return int(links or 0) > 0
 
 
 def dataclass_cli(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function of one dataclass be called with the dataclass's fields, as command-line libraries want it.
+    """Wrap a function of one dataclass so that it takes the dataclass's fields as parameters.
 
-    ``typer.run(dataclass_cli(main))`` offers each field as an option.
+    With ``typer.run(dataclass_cli(main))`` each field becomes a command-line option.
     """
     (parameter,) = inspect.signature(function).parameters.values()
     kind = typing.get_type_hints(function)[parameter.name]

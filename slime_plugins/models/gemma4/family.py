@@ -1,9 +1,11 @@
-"""Gemma 4 (E2B, E4B, 31B, 26B-A4B): Gemma 3's norms and windows; wider heads, whose values may be their keys, in the
-other layers; in the small models an embedding for each layer, and last layers that attend to the keys of earlier ones;
-in 26B-A4B experts beside each MLP, which is the expert that sees every token.
+"""Gemma 4 (E2B, E4B, 31B, 26B-A4B), text model.
 
-Published folders hold towers for images and sound, which stay with the engines, and stack the experts of a layer in
-one tensor (``slime.weights.stacked_experts``).
+It has Gemma 3's norms and sliding windows.  The full-attention layers have wider heads, whose values may be the keys.
+The small models add per-layer embeddings, and their last layers attend to the keys and values of earlier layers.
+26B-A4B has experts beside each MLP, which acts as the shared expert.
+
+Published checkpoints also hold vision and audio towers, which only the engines load, and stack the experts of a layer
+in one tensor (``slime.weights.stacked_experts``).
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ GEMMA4 = WeightMap(
     ),
     layer=(
         *FOUR_NORMS,
-        # Apart: layers differ in heads, and some have no keys or values.
+        # Separate rules for q, k and v: layers differ in heads, and some have no keys or values.
         *(Rule(f"self_attention.linear_{x}.weight", (f"self_attn.{x}_proj.weight",)) for x in "qkv"),
         *ATTENTION[2:],
         *MLP,
@@ -62,34 +64,34 @@ GEMMA4 = WeightMap(
     ),
     layer_prefix=COMPOSITE["layer_prefix"],
     untrained=(r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\..+",),
-    # Published folders have them in layers that attend to the keys of others, too.
+    # Published checkpoints also have these in layers that share the keys and values of others, where they are unused.
     spare=(r"model\.language_model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\..+",),
-    plain_parts=("per_layer_",),  # embeds a token for each layer; small
+    plain_parts=("per_layer_",),  # per-layer embeddings; small
 )
 
 
 @dataclass(frozen=True)
 class Gemma4Layers:
-    """What config.json says of single layers, which are counted from 1."""
+    """The per-layer settings of config.json; layers are numbered from 1."""
 
     kinds: tuple[str, ...]
     """``sliding_attention`` or ``full_attention``."""
     num_sharing: int
-    """The last so many have no keys and values."""
+    """Number of last layers without keys and values of their own."""
     window_heads: tuple[int, int]
-    """Heads of keys, and their width, in layers with a window."""
+    """Number of key heads and their width in sliding-window layers."""
     full_heads: tuple[int, int]
-    """The same in the others."""
+    """The same in full-attention layers."""
     full_has_values: bool
     full_rotary_base: float
     full_turning: float
-    """Part of a head that turns in the layers without a window."""
+    """Fraction of a head that is rotated in full-attention layers."""
     widens_mlp: bool
-    """The MLPs of layers without keys have twice the width."""
+    """True if the MLPs of layers without keys are twice as wide."""
 
     @classmethod
     def of(cls, config: Config) -> Gemma4Layers:
-        """Read the language model's part of config.json, completed."""
+        """Read the settings from the text part of config.json."""
         full = config["rope_parameters"]["full_attention"]
         keys_are_values = bool(config["attention_k_eq_v"])
         full_groups = (keys_are_values and config["num_global_key_value_heads"]) or config["num_key_value_heads"]
@@ -108,15 +110,15 @@ class Gemma4Layers:
         return self.kinds[layer - 1] != "full_attention"
 
     def heads(self, layer: int) -> tuple[int, int]:
-        """Return the heads of keys of a layer, and the width of its heads."""
+        """Return the number of key heads of a layer, and their width."""
         return self.window_heads if self.has_window(layer) else self.full_heads
 
     def has_values(self, layer: int) -> bool:
-        """Return True for a layer with a projection of values."""
+        """Return True if a layer has a value projection."""
         return self.source(layer) == layer and (self.has_window(layer) or self.full_has_values)
 
     def source(self, layer: int) -> int:
-        """Return the layer whose keys and values a layer attends to: itself, or the last of its kind that has any."""
+        """Return the layer whose keys and values a layer uses: itself, or the last of its kind that has its own."""
         first = len(self.kinds) - self.num_sharing + 1
         if layer < first:
             return layer
@@ -131,42 +133,42 @@ _CHOSEN = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": Fal
 
 
 def gemma4_flags(config: Config) -> Iterator[Flag | str]:
-    """Yield windows, the rotary base of the other layers, the scale of attention; refuse what the layers have not."""
+    """Yield flags for windows, rotary base and attention scale; refuse settings that the layers do not support."""
     yield from windows(config, 6)
-    yield Flag("softmax_scale", 1.0, "queries and keys are normed, and their products not scaled")
+    yield Flag("softmax_scale", 1.0, "queries and keys are normed, so their products are not scaled")
     rotary = config.get("rope_parameters") or {}
     local, full = rotary.get("sliding_attention") or {}, rotary.get("full_attention") or {}
     if local.get("rope_theta", LOCAL_ROTARY_BASE) != LOCAL_ROTARY_BASE or local.get("rope_type") not in (
         None,
         "default",
     ):
-        yield f"layers with a window turn by plain angles of base {LOCAL_ROTARY_BASE:g}; sliding_attention has {local}"
+        yield f"sliding_attention has {local}; its layers support only default RoPE of base {LOCAL_ROTARY_BASE:g}"
     if full.get("rope_type") not in (None, "default", "proportional") or full.get("factor") not in (None, 1.0):
-        yield f"layers without a window turn by plain or proportional angles; full_attention has {full}"
+        yield f"full_attention has {full}; its layers support only default or proportional RoPE"
     if full.get("rope_theta") is not None:
         yield Flag("rotary_base", full["rope_theta"], f"rope_theta of full_attention is {full['rope_theta']}")
     if config.get("use_bidirectional_attention") == "all":
-        yield "use_bidirectional_attention is all; attention is causal here"
+        yield "use_bidirectional_attention is all; only causal attention is supported"
     per_layer, rows = config.get("hidden_size_per_layer_input"), config.get("vocab_size_per_layer_input")
     if per_layer and rows != config.get("vocab_size"):
-        yield f"vocab_size_per_layer_input is {rows} of vocab_size {config.get('vocab_size')}; they are equal here"
+        yield f"vocab_size_per_layer_input is {rows}, vocab_size is {config.get('vocab_size')}; they must be equal"
     yield from _expert_flags(config)
 
 
 def _expert_flags(config: Config) -> Iterator[Flag | str]:
-    """Yield the MLP as an expert that sees every token, and how the others are chosen."""
+    """Yield flags for the MLP as shared expert, and for the routing of the other experts."""
     has_experts, num_experts = config.get("enable_moe_block"), config.get("num_experts")
     if bool(has_experts) != bool(num_experts):
-        yield f"enable_moe_block is {has_experts}, and num_experts {num_experts}; they go together"
+        yield f"enable_moe_block is {has_experts}, but num_experts is {num_experts}; set both or neither"
     elif has_experts:
         yield from facts(config, {"intermediate_size": "moe_shared_expert_intermediate_size"})
         yield from (Flag(name, value, "experts are chosen by a softmax") for name, value in _CHOSEN.items())
         if config.get("use_double_wide_mlp"):
-            yield "use_double_wide_mlp is True; beside experts all MLPs are alike here"
+            yield "use_double_wide_mlp is True; a model with experts supports only MLPs of equal width"
 
 
 def gemma4_dims(dims: ModelDims, config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return heads and widths layer by layer; nothing where only the flags are known."""
+    """Return heads and widths layer by layer; an empty dict if there is no config.json."""
     if not config or not config.get("layer_types"):
         return {}
     layers, per_layer = Gemma4Layers.of(config), config["hidden_size_per_layer_input"] or 0
@@ -175,10 +177,11 @@ def gemma4_dims(dims: ModelDims, config: Mapping[str, Any] | None) -> dict[str, 
     for layer in range(1, len(layers.kinds) + 1):
         groups, width = layers.heads(layer)
         has_keys = layers.source(layer) == layer
-        # A factor; without keys no norm of theirs; a column of the table, three projections and a norm.
+        # The layer scalar; minus the key norm if there are no keys; plus a column of the per-layer embedding table,
+        # three projections and a norm.
         own = 1 - width * (not has_keys) + per_layer * (dims.vocab_size + 3 * dims.hidden_size)
         own += dims.hidden_size * bool(per_layer)
-        # Three norms beside the layer's, a factor for each input of the router and for each expert.
+        # Three more norms, the router's input scale, and one factor per expert.
         own += (4 * dims.hidden_size + (dims.num_experts or 0)) * has_experts
         values = {
             **{"num_query_groups": groups, "head_dim": width, "own_parameters": own},
@@ -186,13 +189,13 @@ def gemma4_dims(dims: ModelDims, config: Mapping[str, Any] | None) -> dict[str, 
             "ffn_hidden_size": dims.ffn_hidden_size * layers.mlp_factor(layer),
         }
         fields.append(tuple(values.items()))
-    # With experts, the inputs of both norms behind them and of the router.
+    # With experts, the inputs of the two norms after them and of the router are also kept.
     kept = 6 * per_layer + dims.hidden_size * (2 * bool(per_layer) + 3 * has_experts)
     return {"layer_fields": tuple(fields), "own_activations": kept}
 
 
 def _published(num_layers: int, every: int, window: int, heads: int, **sizes: Any) -> dict[str, Any]:
-    """Return what the text model of a published folder has beside the model flags; ``sizes`` over the usual ones."""
+    """Return the text config of a published checkpoint beyond the model flags; ``sizes`` override the usual values."""
     return {
         "model_type": "gemma4",
         "sliding_window": window,
@@ -233,7 +236,7 @@ FAMILIES = (
         flags=gemma4_flags,
         engine_dtype="bfloat16",
         engine_keys={"vision_config": "it fails"},
-        # They have one width of heads for all layers there, and none on experts.
+        # SGLang's adapters have one head width for all layers, and do not cover experts.
         engine_without_adapters=tuple(f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")),
         engine_hides_experts=True,
         published={f"gemma-4-{size}{kind}": keys for size, keys in _PUBLISHED.items() for kind in ("", "-it")},

@@ -1,12 +1,12 @@
-"""The layers of Gemma 4, text: Gemma 3's, with heads of two widths, values that may be keys, and a factor for each.
+"""The layers of Gemma 4's text model: Gemma 3's, with two head widths, values that may be the keys, and layer scalars.
 
     --spec slime_plugins.models.gemma4 get_gemma4_spec --post-self-attn-layernorm --post-mlp-layernorm --qk-layernorm
     --softmax-scale 1 --window-size 1023,0 --window-attn-skip-freq 6
 
-What differs from layer to layer is read from config.json of ``--hf-checkpoint`` (``family.py``).  In the small
-models each layer adds a gated embedding of the token that is its own, and the last layers attend to the keys and
-values of the last layer of their kind that has any; both need all layers on one pipeline stage.  In the model with
-experts these stand beside the MLP (``--moe-shared-expert-intermediate-size``), each with norms in front and behind.
+Per-layer settings are read from config.json of ``--hf-checkpoint`` (``family.py``).  In the small models each layer
+adds its own gated token embedding, and the last layers attend to the keys and values of the last layer of their kind
+that computes any; both need all layers on one pipeline stage.  In the model with experts, experts and MLP
+(``--moe-shared-expert-intermediate-size``) run side by side, each with a norm before and after.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def get_gemma4_spec(args: Namespace, config: TransformerConfig, vp_stage: int | 
     """Return the layers of this pipeline stage.
 
     Args:
-        args: ``hf_checkpoint``, whose config.json says what differs from layer to layer; the norms.
-        config: made from them.
-        vp_stage: which virtual stage of this rank.
+        args: ``hf_checkpoint``, whose config.json has the per-layer settings, and the flags of the norms.
+        config: the transformer config built from ``args``.
+        vp_stage: virtual pipeline stage of this rank.
 
     Raises:
-        ConfigError: the flags describe another model, or a layout that this one cannot have.
+        ConfigError: the flags describe another model, or a layout that this model does not support.
     """
     if not args.hf_checkpoint:
-        raise ConfigError("--hf-checkpoint is not given; its config.json says what layers Gemma 4 has; give it.")
+        raise ConfigError("--hf-checkpoint is not given; Gemma 4's layers are built from its config.json; give it.")
     check_stages(args, config)
     hf_config = read_hf_config(args.hf_checkpoint)
     config.hetereogenous_dist_checkpoint = True
@@ -69,10 +69,10 @@ def get_gemma4_spec(args: Namespace, config: TransformerConfig, vp_stage: int | 
 
 
 def check_stages(args: Namespace, config: TransformerConfig) -> None:
-    """Check, before a GPU is taken, flags and layout.
+    """Check flags and layout, before any GPU is reserved.
 
     Raises:
-        ConfigError: the flags describe another model, or heads or stages that cannot be cut so.
+        ConfigError: the flags describe another model, or a tensor- or pipeline-parallel size that cannot split it.
     """
     if config.window_size is None or not (args.post_self_attn_layernorm and args.post_mlp_layernorm):
         raise ConfigError(
@@ -81,7 +81,7 @@ def check_stages(args: Namespace, config: TransformerConfig) -> None:
         )
     if config.moe_shared_expert_overlap:
         raise ConfigError(
-            "--moe-shared-expert-overlap is given; Gemma 4's MLP and its experts do not read the same norm; drop it."
+            "--moe-shared-expert-overlap is given; Gemma 4's MLP and experts have different input norms; drop it."
         )
     if not args.hf_checkpoint:
         return
@@ -90,27 +90,27 @@ def check_stages(args: Namespace, config: TransformerConfig) -> None:
     for groups, _ in (layers.window_heads, layers.full_heads):
         if groups % tensor:
             raise ConfigError(
-                f"--tensor-model-parallel-size is {tensor}; this model has layers with {groups} heads of keys, which "
-                "cannot be cut into as many parts; give a divisor."
+                f"--tensor-model-parallel-size is {tensor}; this model has layers with {groups} key heads, which "
+                "cannot be split into that many parts; give a divisor."
             )
     for key, what in (
-        ("hidden_size_per_layer_input", "the layers take embeddings of the first stage"),
+        ("hidden_size_per_layer_input", "the first stage computes the per-layer embeddings"),
         ("num_kv_shared_layers", "the last layers attend to the keys of earlier ones"),
     ):
         if hf_config[key] and config.pipeline_model_parallel_size > 1:
             raise ConfigError(
                 f"--pipeline-model-parallel-size is {config.pipeline_model_parallel_size}; {key} of config.json is "
-                f"{hf_config[key]}: {what}, and stages send hidden states alone; give 1."
+                f"{hf_config[key]}: {what}, but stages send only hidden states; give 1."
             )
 
 
 def _gemma4_layer(
     config: TransformerConfig, layers: Gemma4Layers, per_layer_size: int, layer: ModuleSpec, number: int
 ) -> ModuleSpec:
-    """Return layer ``number``, from 1, with the parts that only Gemma 4 has."""
+    """Return layer ``number``, counted from 1, with Gemma 4's modules."""
     attention = layer.submodules.self_attention
     attention = replace(attention, module=Gemma4Attention, params={**attention.params, "layers": layers})
-    # The projections that follow are not joined, so neither are the norms on disk.
+    # The projections after the norms are not fused, so checkpoints store the norms separately.
     submodules = replace(layer.submodules, self_attention=attention, sharded_state_dict_keys_map={})
     if submodules.mlp is RoutedExperts:
         submodules = replace(submodules, pre_mlp_layernorm=IdentityOp, mlp=Gemma4Experts)
@@ -125,10 +125,10 @@ def _gemma4_layer(
 
 
 class Gemma4Attention(PackedSelfAttention):
-    """Attention of one layer: its own heads and angles, values normed without a weight; its keys may be another's."""
+    """Attention with per-layer heads and rotary angles, weightless value norm, and optionally another layer's keys."""
 
     _params: Any = None
-    """Packing of the micro-batch in this forward call, which carries the keys that layers share."""
+    """``PackedSeqParams`` of this forward call; also carries the keys and values that layers share."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Gemma4Attention(PackedSelfAttention):
         *,
         layers: Gemma4Layers,
     ) -> None:
-        """Take what megatron-core passes to any attention, and what config.json says of the layers."""
+        """Take megatron-core's attention arguments, and ``layers``, the per-layer settings of config.json."""
         own = copy.copy(config)
         own.num_query_groups, own.kv_channels = groups, width = layers.heads(layer_number)
         Attention.__init__(self, own, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection)
@@ -174,7 +174,7 @@ class Gemma4Attention(PackedSelfAttention):
         packed_seq_params: Any = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend with angles for as many positions as the model's have."""
+        """Attend with this layer's rotary tables, for as many positions as the model's tables have."""
         given = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
         own = plain_angles(
             given.size(0), self.config.kv_channels, self.rotary_base, num_turning=self.num_turning, device=given.device
@@ -193,7 +193,7 @@ class Gemma4Attention(PackedSelfAttention):
             self._params = None
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **unused: Any) -> tuple[Tensor, ...]:
-        """Return query, key and value, [t, 1, heads, head dimension], the first two rotated."""
+        """Return query, key and value, each [t, 1, heads, head dimension]; query and key are rotated."""
         query = self._rotated(self.q_layernorm(self._heads(self.linear_q, hidden_states)))
         if self.linear_k is None or self.k_layernorm is None:
             return (query, *(vars(self._params)[f"{part}_of_{self.source}"] for part in ("keys", "values")))
@@ -212,27 +212,28 @@ class Gemma4Attention(PackedSelfAttention):
         return linear(hidden_states)[0].unflatten(-1, (-1, self.config.kv_channels))
 
     def _rotated(self, x: Tensor) -> Tensor:
-        assert self._tables is not None, "Gemma 4 takes packed sequences"
+        assert self._tables is not None, "Gemma 4 needs packed sequences"
         return apply_rotary(x.squeeze(1), self._tables, interleaved=False).unsqueeze(1)
 
 
 def lend(params: Any, name: str, x: Tensor, *, is_again: bool) -> Tensor:
-    """Leave ``x`` on the packing of a micro-batch for later layers, and return it for this one.
+    """Store ``x`` in the micro-batch's ``params`` for later layers, and return it for this one.
 
-    The others get a copy without a graph, so that each may run its backward pass on its own, as recomputed layers do;
-    what they add up in its gradient joins the gradient of what is returned.
+    Later layers read a detached copy, so that each can run its own backward pass, as recomputed layers do.  The
+    gradient that accumulates in the copy is added to the gradient of the returned tensor.
 
     Args:
-        is_again: the forward pass was made before, and later layers used what it left.
+        is_again: True in a recomputed forward pass: later layers have used the stored copy, so it is kept.
     """
     kept = vars(params)
     if not (is_again and name in kept):
         kept[name] = x.detach().requires_grad_()
-    return _Lent.apply(x, (kept[name],))  # no input of the graph: its gradient must be there before
+    # In a tuple, autograd does not treat the copy as an input; its gradient is complete before this node's backward.
+    return _Lent.apply(x, (kept[name],))
 
 
 class _Lent(torch.autograd.Function):
-    """The identity, whose gradient adds the gradient of a copy."""
+    """The identity; its backward pass adds the gradient accumulated in a detached copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, copied: tuple[Tensor]) -> Tensor:
@@ -246,7 +247,7 @@ class _Lent(torch.autograd.Function):
 
 
 class ScaledRouter(Router):
-    """Reads normed hidden states times a learned factor; the weights of the chosen have a factor for each expert."""
+    """A router with a learned input scale after a norm, and a learned output scale for each expert."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config, pg_collection)
@@ -263,21 +264,21 @@ class ScaledRouter(Router):
         return super().gating(normed.to(input.dtype))
 
     def routing(self, logits: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
-        """Map logits [t, 1, E] to weights and choices, both [t, E]."""
+        """Map logits [t, 1, E] to expert weights and the routing map, both [t, E]."""
         weights, chosen = super().routing(logits, padding_mask)
         return weights * self.per_expert_scale, chosen
 
 
 class Gemma4Experts(RoutedExperts):
-    """An MLP beside experts, added up; each branch has norms in front and behind, and the router another in front.
+    """The sum of an MLP and experts; each branch has a norm before and after, and the router has its own input norm.
 
-    norm(mlp(norm(h))) + norm(sum over the chosen of weight * expert(norm(h)))
+    norm(mlp(norm(h))) + norm(sum over chosen experts of weight * expert(norm(h)))
     """
 
     router_class = ScaledRouter
 
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
-        """Take what megatron-core passes to any experts."""
+        """Take megatron-core's arguments of an MoE layer."""
         own = copy.copy(config)
         own.activation_func, own.bias_activation_fusion = gelu, False
         super().__init__(own, *args, **options)
@@ -287,33 +288,33 @@ class Gemma4Experts(RoutedExperts):
                 self.add_module(f"{place}_{branch}_layernorm", norm)
 
     def shared_experts_compute(self, hidden_states: Tensor) -> Tensor:
-        """Run the MLP with its norms."""
+        """Run the MLP between its norms."""
         output: Tensor = self.post_shared_layernorm(
             super().shared_experts_compute(self.pre_shared_layernorm(hidden_states))
         )
         return output
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
-        """Norm what goes to the experts, after the router has read it."""
+        """Norm the experts' input, which the router reads without this norm."""
         return super().preprocess(self.pre_experts_layernorm(hidden_states), probs, routing_map)
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """Norm what the experts gave, and add the MLP's."""
+        """Norm the experts' output and add the MLP's."""
         normed: Tensor = self.post_experts_layernorm(super().postprocess(output, None))
         return normed if shared_expert_output is None else normed + shared_expert_output
 
 
 class Gemma4Layer(SandwichLayer):
-    """A layer whose output is multiplied by a constant of the checkpoint; its own embeddings may be added to it.
+    """A layer that may add its own token embedding, and multiplies its output by a constant of the checkpoint.
 
-    h = h + norm(project(gelu(gate(h)) * embedding of the token in this layer))
+    h = h + norm(project(gelu(gate(h)) * this layer's embedding of the token))
     h = h * layer_scalar
     """
 
     def __init__(
         self, config: TransformerConfig, submodules: Any, *args: Any, per_layer_size: int, **options: Any
     ) -> None:
-        """Take what megatron-core passes to any layer, and the width of its embeddings, 0 for none."""
+        """Take megatron-core's arguments of a layer, and the width of the per-layer embedding (0: none)."""
         super().__init__(config, submodules, *args, **options)
         ones = torch.ones(1, **cpu_platform.of_new_parameters(config))
         self.layer_scalar = torch.nn.Parameter(ones, requires_grad=False)
@@ -324,7 +325,7 @@ class Gemma4Layer(SandwichLayer):
             self.post_per_layer_input_norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        """Run the layer; its embeddings are on ``packed_seq_params``."""
+        """Run the layer; ``packed_seq_params`` carries the per-layer embeddings."""
         inputs = self.take_inputs(hidden_states, options["packed_seq_params"]) if self.per_layer_size else None
         output, context = super().forward(hidden_states, *args, **options)
         if inputs is not None:
@@ -339,26 +340,26 @@ class Gemma4Layer(SandwichLayer):
 
 
 class FirstGemma4Layer(FirstLayer, Gemma4Layer):
-    """The layer that reads the embedding, and computes the embeddings of all layers."""
+    """The first layer, which also computes the per-layer embeddings of all layers."""
 
     per_layer_inputs: Any = None
-    """What computes them; the model holds it."""
+    """The model's ``PerLayerInputs``; the model owns it."""
 
     def take_inputs(self, hidden_states: Tensor, params: Any) -> Tensor:
-        """Return the embeddings of this layer, those of the others left on ``params``."""
+        """Return the embeddings of this layer, [t, 1, width]; store the others in ``params``."""
         whole = self.per_layer_inputs(hidden_states, params.token_ids)
         is_again = self.config.recompute_granularity == "full" and torch.is_grad_enabled()
         return lend(params, "per_layer_inputs", whole, is_again=is_again)[..., 0, :]
 
 
 class PerLayerInputs(MegatronModule):
-    """Embeddings of each token for each layer: a table, and a projection of the first layer's input.
+    """Per-layer token embeddings, from a table and a projection of the first layer's input.
 
-    (norm(project(x) / sqrt(h)) + sqrt(p) * table[token]) / sqrt(2), p wide in each layer.
+    (norm(project(x) / sqrt(h)) + sqrt(p) * table[token]) / sqrt(2), where p is the width per layer.
     """
 
     def __init__(self, config: TransformerConfig, *, rows: int, width: int, tp_group: Any) -> None:
-        """Create the table, of ``rows`` tokens, which tensor parallelism cuts, and the projection, which is whole."""
+        """Create the table of ``rows`` tokens, split by tensor parallelism, and the replicated projection."""
         super().__init__(config=config)
         columns = config.num_layers * width
         self.width = width
@@ -370,7 +371,12 @@ class PerLayerInputs(MegatronModule):
         self.norm = Norm(config, width, config.layernorm_epsilon)
 
     def forward(self, hidden_states: Tensor, token_ids: Tensor) -> Tensor:
-        """Return [t, 1, layers, width] for the scaled embedding [t, 1, h] and the tokens [1, all of t]."""
+        """Return embeddings [t, 1, layers, width].
+
+        Args:
+            hidden_states: the scaled token embedding, [t, 1, h]; split over ranks under sequence parallelism.
+            token_ids: all tokens, [1, t].
+        """
         table = self.embedding(token_ids)
         if not self.config.sequence_parallel:
             table = table.transpose(0, 1)
@@ -381,7 +387,7 @@ class PerLayerInputs(MegatronModule):
 
 
 def _finish(hf_config: Mapping[str, Any], model: Any) -> None:
-    """Give the built model what is outside of its layers: embeddings by layer, a soft cap on the logits."""
+    """Add the parts outside the layers to the built model: per-layer embeddings and the soft cap on logits."""
     cap, width = hf_config["final_logit_softcapping"], hf_config["hidden_size_per_layer_input"]
     if cap and model.post_process:
         model.output_layer.register_forward_hook(lambda _, inputs, output: (soft_cap(output[0], cap), *output[1:]))
@@ -402,7 +408,7 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 
 
 class _SoftCap(torch.autograd.Function):
-    """Keeps its input alone, some rows at a time in fp32: there are 262,144 logits for each token."""
+    """Saves only its input, and works on a few rows at a time in fp32: there are 262,144 logits per token."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, cap: float) -> Tensor:
@@ -423,7 +429,7 @@ class _SoftCap(torch.autograd.Function):
 
 
 ROWS = 512
-"""Tokens whose logits are capped at once."""
+"""Number of tokens whose logits are capped at a time."""
 
 
 def _tanh(logits: Tensor, cap: float) -> Tensor:

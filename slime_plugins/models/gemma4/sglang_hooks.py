@@ -1,7 +1,7 @@
-"""Gemma 4: the factor of its router.
+"""Hooks for Gemma 4 in SGLang: keep the router's scale current after weight pushes; and, on a CPU, run the model.
 
-On a CPU, SGLang 0.5.15 refuses torch's attention, which looks for the keys of windows in the other pool, pads widths
-of experts that a dense model lacks, and has no kernel for capped logits, nor for experts with GELU.
+On a CPU, SGLang 0.5.15 refuses torch-native attention; that attention looks up sliding-window keys in the wrong pool;
+SGLang pads an expert width that dense models do not have; and it has no CPU kernel for capped logits or GELU experts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _EXPERTS = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod"
 
 
 def adjust(original: Callable[..., None], server_args: Any) -> None:
-    """Let the check of a Gemma 4's attention backend pass ``torch_native``; whoever asks for another gets it."""
+    """Make SGLang's check of Gemma 4's attention backend accept ``torch_native``; other backends are unaffected."""
     backend = server_args.attention_backend
     config = server_args.get_model_config().hf_config
     if not any(name.startswith("Gemma4") for name in config.architectures or ()):
@@ -30,7 +30,7 @@ def adjust(original: Callable[..., None], server_args: Any) -> None:
 
 
 def in_window_pool(original: Callable[..., Any], backend: Any, *args: Any, **options: Any) -> Any:
-    """Look up the keys of a layer with a window where they are, in their own pool: the places come from the other."""
+    """Look up the keys of sliding-window layers in their own pool, by translating locations in the full pool."""
     if not backend.use_sliding_window_kv_pool or options.get("sliding_window_size") is None:
         return original(backend, *args, **options)
     query, output, keys, values, places, requests, *rest = args
@@ -41,21 +41,21 @@ def in_window_pool(original: Callable[..., Any], backend: Any, *args: Any, **opt
 
 
 def pad_what_is_there(original: Callable[..., Any], model_config: Any, name: str, size: int) -> Any:
-    """Pad a width to whole blocks of a CPU's kernels, unless config.json has the key without a number."""
+    """Pad a width to full blocks of the CPU kernels, unless the key is null in config.json."""
     text = getattr(getattr(model_config, "hf_config", None), "text_config", None)
     has_number = text is None or getattr(text, name, size) is not None
     return original(model_config, name, size) if has_number else model_config
 
 
 def soft_cap(original: Callable[..., Any], logits: torch.Tensor, cap: float) -> Any:
-    """Cap logits in place, on a CPU without the kernel."""
+    """Cap logits in place; in plain torch on a CPU, which has no kernel for it."""
     return original(logits, cap) if logits.is_cuda else logits.div_(cap).tanh_().mul_(cap)
 
 
 def with_present_factor(original: Callable[..., torch.Tensor], router: Any, x: torch.Tensor) -> torch.Tensor:
-    """Fold the router's factor into its norm in every pass: SGLang does so in the first one, and pushes come later.
+    """Fold the router's scale into its norm in every pass: SGLang does so only in the first, before later pushes.
 
-    On a CPU its norm leaves the factor out.
+    On a CPU the norm omits the scale, so it is applied here.
     """
     router.fuse_scale()
     logits: torch.Tensor = original(router, x) if x.is_cuda else router.proj(router.norm(x) * router.norm.weight)[0]
@@ -63,7 +63,7 @@ def with_present_factor(original: Callable[..., torch.Tensor], router: Any, x: t
 
 
 def gated_by_gelu(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Run experts with GELU, approximated by tanh, on a CPU in plain torch; SGLang runs those with SiLU alone."""
+    """Run experts with tanh-approximated GELU on a CPU in plain torch; SGLang supports only SiLU there."""
     from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
     from sglang.srt.utils import use_intel_amx_backend

@@ -124,7 +124,7 @@ BY_EIGHT = PUBLISHED["llama3.1-8B-Instruct"]["rope_scaling"]
         ("qwen3.5-27B", {"tie_word_embeddings": True}, "--untie-embeddings-and-output"),
         ("gemma3-1B", {"sliding_window": 1024}, "--window-size is .511, 0.; .* 1023,0"),
         ("gemma4-31B", {"text_config": GEMMA4 | {"head_dim": 128}}, "--kv-channels is 256; head_dim is 128"),
-        ("gemma4-31B", {"text_config": GEMMA4 | {"enable_moe_block": True}}, "True, and num_experts None; they go"),
+        ("gemma4-31B", {"text_config": GEMMA4 | {"enable_moe_block": True}}, "True, but num_experts is None"),
         ("nemotron3-nano-30B-A3B", {"n_groups": 4}, "--linear-num-key-heads is 8; n_groups is 4"),
         ("nemotron3-nano-30B-A3B", {"time_step_limit": [0.0, 1.0]}, "time_step_limit is .0.0, 1.0.; the steps"),
         ("nemotron3-nano-30B-A3B", {"moe_latent_size": 1024}, "moe_latent_size is 1024"),

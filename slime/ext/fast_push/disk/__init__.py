@@ -1,1 +1,1 @@
-"""Pushes over a shared disk: whole versions, changes, copies on the engines' hosts, and trainers that end between."""
+"""Weight pushes over a shared disk: full versions, deltas, local copies on engine hosts, and ``--release-train``."""

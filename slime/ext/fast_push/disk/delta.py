@@ -1,16 +1,16 @@
-"""The bytes of a tensor that changed, compressed; their application in place; and the base that they change.
+"""Deltas: compressed byte differences of tensors, their application in place, and the base they are relative to.
 
-Two encodings of the change from ``old`` to ``new``, both as long as they need to be for any bytes:
+Two lossless encodings of the change from ``old`` to ``new``:
 
-    xor        new ^ old, all of it: mostly zeros, which zstd shrinks to almost nothing
+    xor        new ^ old for every byte: mostly zeros, which zstd shrinks to almost nothing
     overwrite  u4 count | count u4 positions | count new bytes   (little endian)
 
-The encoded stream is compressed with zstd.  Applying ``overwrite`` twice gives the same; applying ``xor`` twice
-undoes it, so whoever applies it in place must know whether that was done (see ``local_copy``).
+The encoded stream is compressed with zstd.  Applying ``overwrite`` twice is harmless; applying ``xor`` twice undoes
+it, so the reader must record whether a delta has been applied (see ``local_copy``).
 
-The base of a trainer rank moves in two steps, as a push does: :meth:`DeltaBase.encode` compares new weights with it,
-and only :meth:`DeltaBase.commit`, when the engines serve them, makes them the base.  In between the compressed changes
-are kept, not a second copy of the weights.
+A trainer rank advances its base in two steps: :meth:`DeltaBase.encode` compares new weights with the base, and
+:meth:`DeltaBase.commit` makes them the base once the engines serve them.  In between the rank keeps the compressed
+deltas, not a second copy of the weights.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ENCODINGS = ("xor", "overwrite")
 COMPRESSION = "zstd"
 ZSTD_LEVEL = 1
 CHUNK_BYTES = 4 * 1024**2
-"""Bytes processed at a time: they stay in the CPU cache between comparison, compression and checksum."""
+"""Bytes processed at a time; small enough to stay in the CPU cache between comparison, compression and checksum."""
 MAX_POSITION = (1 << 32) - 1
 _U4 = np.dtype("<u4")
 
 
 class Checksum(Protocol):
-    """A checksum that grows with the data; any contiguous buffer will do."""
+    """An incremental checksum; accepts any contiguous buffer."""
 
     def update(self, data: Any, /) -> Any: ...
 
@@ -47,13 +47,13 @@ class Checksum(Protocol):
 
 
 class Adler32:
-    """zlib's 32-bit sum: available everywhere but weak; for readers without a better one."""
+    """zlib's 32-bit checksum: available everywhere, but weak; for readers that have no better one."""
 
     def __init__(self) -> None:
         self._value = 1
 
     def update(self, data: Any, /) -> None:
-        """Add data."""
+        """Add ``data`` to the checksum."""
         self._value = zlib.adler32(data, self._value)
 
     def hexdigest(self) -> str:
@@ -99,14 +99,14 @@ class EncodedDelta:
     num_changed: int
     """Number of bytes that differ."""
     checksum: str
-    """Of the new bytes."""
+    """Checksum of the new bytes, in hex."""
 
 
 def encode_delta(old: Bytes, new: Bytes, *, encoding: str, checksum: str) -> EncodedDelta | None:
     """Return the change from ``old`` to ``new``; None if they are equal.
 
     Raises:
-        ConfigError: unknown encoding or checksum; ``overwrite`` of a tensor beyond 4 GiB.
+        ConfigError: unknown encoding or checksum; ``overwrite`` for a tensor larger than 4 GiB.
         WeightSyncError: the sizes differ.
     """
     if old.size != new.size:
@@ -115,7 +115,7 @@ def encode_delta(old: Bytes, new: Bytes, *, encoding: str, checksum: str) -> Enc
         raise ConfigError(f"--update-weight-delta-encoding is {encoding!r}; there are {', '.join(ENCODINGS)}")
     if encoding == "overwrite" and new.size > MAX_POSITION:
         raise ConfigError(
-            f"--update-weight-delta-encoding overwrite has 32 bits for a position, and a tensor has {new.size} bytes; "
+            f"--update-weight-delta-encoding overwrite has 32-bit positions, but a tensor has {new.size} bytes; "
             "use xor"
         )
     return _encode_xor(old, new, checksum) if encoding == "xor" else _encode_overwrite(old, new, checksum)
@@ -136,7 +136,7 @@ def _encode_xor(old: Bytes, new: Bytes, checksum: str) -> EncodedDelta | None:
         changed += int(np.count_nonzero(chunk))
         check.update(new[part])
         if not changed:
-            num_held_back += chunk.size  # most tensors may be unchanged: no zeros are compressed for those
+            num_held_back += chunk.size  # compress nothing for an unchanged tensor; most may be unchanged
             continue
         while num_held_back:
             zeros = np.zeros(min(num_held_back, CHUNK_BYTES), np.uint8)
@@ -164,13 +164,12 @@ def _encode_overwrite(old: Bytes, new: Bytes, checksum: str) -> EncodedDelta | N
 
 
 def apply_delta(target: Bytes, blob: bytes | memoryview, *, encoding: str, checksum: str) -> str:
-    """Change ``target`` in place, and return the checksum of what it holds then.
+    """Apply a delta to ``target`` in place and return the checksum of the result, which the caller must compare.
 
-    The caller compares the checksum.  Whatever is wrong with the stream, no byte outside ``target`` is touched; the
-    bytes inside may be half changed when an error is raised.
+    A bad stream never changes bytes outside ``target``; when an error is raised, ``target`` may be partly changed.
 
     Raises:
-        WeightSyncError: the stream is damaged or made for a tensor of another size, or its encoding is unknown.
+        WeightSyncError: the stream is damaged or was made for a tensor of another size, or its encoding is unknown.
     """
     if encoding not in ENCODINGS:
         raise WeightSyncError(f"the delta has the encoding {encoding!r}; this version of slime knows {ENCODINGS}")
@@ -182,7 +181,7 @@ def apply_delta(target: Bytes, blob: bytes | memoryview, *, encoding: str, check
 
 
 def _read_into(stream: zstandard.ZstdDecompressionReader, buffer: Bytes) -> None:
-    """Fill ``buffer``, which one read need not do."""
+    """Fill ``buffer``; a single read may return less."""
     view, done = buffer.data, 0
     while done < len(view):
         count = stream.readinto(view[done:])
@@ -227,11 +226,11 @@ def _apply_overwrite(target: Bytes, stream: zstandard.ZstdDecompressionReader, c
 
 
 class DeltaBase:
-    """The base of the tensors of one process.
+    """The base of one process: for each of its tensors, the bytes that deltas are relative to.
 
     Args:
-        encoding: of the changes, see ``slime.ext.fast_push.disk.delta``.
-        checksum: of the new bytes.
+        encoding: encoding of the deltas, one of ``ENCODINGS``.
+        checksum: checksum of the new bytes, one of ``CHECKSUMS``.
     """
 
     def __init__(self, *, encoding: str, checksum: str) -> None:
@@ -240,14 +239,14 @@ class DeltaBase:
         self._pending: dict[str, EncodedDelta | Bytes] = {}
 
     def seed(self, name: str, data: Bytes) -> None:
-        """Take what engines hold of a tensor before the first push; the array is the base's from now on."""
+        """Set the bytes that engines hold of a tensor before the first push.  Takes ownership of ``data``."""
         self._tensors[name] = data
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
     def replace(self, name: str, new: Bytes) -> None:
-        """Make ``new`` the base at the next commit; the tensor is sent whole."""
+        """Make ``new`` the base at the next commit, for a tensor that is sent in full."""
         self._pending[name] = new
 
     def encode(self, name: str, new: Bytes) -> EncodedDelta | None:
@@ -269,7 +268,7 @@ class DeltaBase:
         """Make the tensors encoded last the base, because the engines serve them.
 
         Raises:
-            WeightSyncError: a tensor did not become what it should; the base is of no use any more.
+            WeightSyncError: a tensor has the wrong checksum afterwards; the base is then unusable.
         """
         pending, self._pending = self._pending, {}
         with ThreadPoolExecutor(workers) as pool:
@@ -288,7 +287,7 @@ class DeltaBase:
             )
 
     def discard(self) -> None:
-        """Discard the tensors encoded last, because the engines did not take them."""
+        """Discard the tensors encoded last, because the engines did not accept them."""
         self._pending = {}
 
     def items(self) -> Iterator[tuple[str, Bytes]]:

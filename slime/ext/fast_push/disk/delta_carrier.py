@@ -1,12 +1,13 @@
 """Delta pushes over a shared disk: each version holds the bytes that differ from the previous version.
 
-Version 0 is ``--hf-checkpoint``, which every engine host copies once; the first push tells how the trainer's weights
-differ from it (after a resume they do).  Where its tensors are not those of the push (another dtype, other names), the
-first version is whole instead.
+Version 0 is ``--hf-checkpoint``, which every engine host copies once; the first push is the difference between it and
+the trainer's weights (after a resume they differ).  If its tensors have other dtypes or names than the pushed ones,
+the first version is a full one instead.
 
-Every rank keeps the bytes of its share as they were committed last; they move on only when engines serve the new ones.
-When the changes on disk outgrow the model, a whole copy of the newest version is put beside them, and what is older is
-removed: a host that missed versions starts from there, and none needs more reading than two models.
+Every rank keeps its share of the last committed version in host memory and replaces it only when engines serve the
+next one.  When the deltas on disk outgrow the model, the trainer writes a full copy of the newest version beside them
+and removes everything older.  A host that missed versions starts from the full copy, so no host reads more than two
+models.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ MAX_WORKERS = 8
 
 
 class DeltaCarrier(DiskCarrier):
-    """Writes changes relative to the version committed last."""
+    """Writes deltas relative to the version committed last."""
 
     def __init__(self, ranks: TrainerRanks, disk: DiskOptions) -> None:
         super().__init__(ranks, disk)
         self._base = DeltaBase(encoding=self.disk.encoding, checksum=self.disk.checksum)
         self._stored: dict[str, StoredTensor] | None = None
-        """The tensors of version 0 on disk, until they are in the base."""
+        """The tensors of version 0 on disk, until the base has read them."""
         self._base_version = 0
         self._is_next_whole = False
         self._chain_bytes = 0
-        """Bytes of the changes on disk since the last whole version."""
+        """Bytes of the deltas on disk since the last full version."""
         self._workers = max(1, min(MAX_WORKERS, (os.cpu_count() or 1) // max(self.ranks.ranks_per_host, 1)))
 
     def _begin_write(self, manifest: Manifest) -> None:
@@ -54,7 +55,7 @@ class DeltaCarrier(DiskCarrier):
             self._read_version_0(manifest)
 
     def _read_version_0(self, manifest: Manifest) -> None:
-        """Decide, equally on all ranks, whether the first push can send changes relative to ``--hf-checkpoint``."""
+        """Decide on all ranks together whether the first push can be a delta relative to ``--hf-checkpoint``."""
         problem = ""
         try:
             self._stored = read_layout(self.disk.model)
@@ -106,8 +107,8 @@ class DeltaCarrier(DiskCarrier):
     def _after_commit(self, push: CarriedPush) -> None:
         number, written = int(push.version), self.written
         if self._base_version == number or written is None:
-            return  # engines that came late have got what the others had
-        push.run_together("moving the base of the next change", lambda: self._base.commit(self._workers))
+            return  # a resend to late engines: the base is committed already
+        push.run_together("advancing the base of the next delta", lambda: self._base.commit(self._workers))
         self._base_version, self._stored = number, None
         size = sum(tensor.num_bytes for tensor in written.manifest.tensors)
         self._chain_bytes += int(written.metrics["perf/update_weights_wire_bytes"])
@@ -119,7 +120,7 @@ class DeltaCarrier(DiskCarrier):
             self._prune(number)
 
     def _write_whole_copy(self, push: CarriedPush, manifest: Manifest, size: int) -> bool:
-        """Put the version committed last, whole, beside its changes; returns whether there was room for it."""
+        """Write a full copy of the version committed last beside its delta; return whether there was room for it."""
 
         def write(writer: PartWriter) -> None:
             with self.failures_recorded(push):
@@ -134,7 +135,7 @@ class DeltaCarrier(DiskCarrier):
         except WeightSyncError as error:
             push.failures.clear()
             if self.ranks.rank == 0:
-                logger.warning("No full copy of version %d; changes keep accumulating: %s", number, error)
+                logger.warning("No full copy of version %d; deltas keep accumulating: %s", number, error)
             return False
         return True
 
@@ -145,7 +146,7 @@ class DeltaCarrier(DiskCarrier):
 
 
 def find_mismatch(stored: dict[str, StoredTensor], manifest: Manifest) -> str:
-    """Return why a model folder's tensors cannot be the base of changes; empty if they can."""
+    """Return why a model folder's tensors cannot be the base of deltas; empty if they can."""
     for tensor in manifest.tensors:
         found = stored.get(tensor.name)
         if found is None:
@@ -157,6 +158,6 @@ def find_mismatch(stored: dict[str, StoredTensor], manifest: Manifest) -> str:
 
 
 def make_carrier(args: Namespace, ranks: TrainerRanks) -> DiskCarrier:
-    """Make the carrier of ``--update-weight-mode``."""
+    """Create the carrier that ``--update-weight-mode`` selects."""
     kind = DeltaCarrier if args.update_weight_mode == "delta" else DiskCarrier
     return kind(ranks, DiskOptions.of(args))

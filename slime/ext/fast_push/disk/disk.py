@@ -1,12 +1,12 @@
-"""Push over a shared disk: the trainer writes a version as a Hugging Face folder, the engines read it.
+"""Weight push over a shared disk: the trainer writes a version as a Hugging Face folder, and the engines read it.
 
-    prepare   every rank writes its share, the version is finalized, hosts pull their copies; the engines still serve
-    send      every engine reads the folder: it holds all buckets, so there is one of these steps
-    finish    old versions go
+    prepare   every rank writes its share, rank 0 finalizes the version, hosts pull their copies; engines still serve
+    send      every engine reads the folder, once: it holds all buckets
+    finish    old versions are removed
 
-With ``--update-weight-local-checkpoint-dir`` each host copies the version to its own disk first, once for all its
-engines.  With ``--release-train`` the trainer only writes (:meth:`DiskCarrier.write`), and the driver pushes the
-:class:`WrittenVersion` through a :class:`FolderCarrier` when the trainer has ended.
+With ``--update-weight-local-checkpoint-dir`` each host first copies the version to its own disk, once for all its
+engines.  With ``--release-train`` the trainer only writes (:meth:`DiskCarrier.write`); after the trainer has ended,
+the driver pushes the :class:`WrittenVersion` through a :class:`FolderCarrier`.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ WHOLE_FOLDER = -2
 
 @dataclass(frozen=True, kw_only=True)
 class DiskOptions:
-    """Settings of the carriers over a shared disk."""
+    """Settings of the shared-disk carriers."""
 
     root: Path
     """``--update-weight-disk-dir``."""
     model: Path
-    """``--hf-checkpoint``: version 0, and the assets of every whole version."""
+    """``--hf-checkpoint``: version 0, and the source of the assets (config, tokenizer) of every full version."""
     has_copies: bool
     """Every host makes its own copy first (``--update-weight-local-checkpoint-dir``)."""
     keeps_files: bool
     """``--update-weight-disk-keep-files``."""
-    goes_on: bool
+    continues_run: bool
     """True if the folder has versions of an earlier trainer of this run (``--release-train``)."""
     encoding: str
     """``--update-weight-delta-encoding``."""
     checksum: str
     """``--update-weight-delta-checksum``."""
     on_written: Callable[[Path, Sequence[Any]], None] | None = None
-    """Called on every rank with a version's folder and the engines' handles, before engines read it."""
+    """Hook called on every rank with a version's folder and the engines' handles, before engines read the folder."""
 
     @classmethod
     def of(cls, args: Namespace) -> DiskOptions:
@@ -85,7 +85,7 @@ class DiskOptions:
             model=Path(args.hf_checkpoint),
             has_copies=args.update_weight_local_checkpoint_dir is not None,
             keeps_files=args.update_weight_disk_keep_files,
-            goes_on=bool(args.update_weight_start_version),
+            continues_run=bool(args.update_weight_start_version),
             encoding=args.update_weight_delta_encoding,
             checksum=args.update_weight_delta_checksum,
             on_written=partial(_call_hook, args) if has_hook else None,
@@ -93,10 +93,10 @@ class DiskOptions:
 
 
 def _call_hook(args: Namespace, folder: Path, engines: Sequence[Any]) -> None:
-    """Call the user's hook, which may raise anything.
+    """Call the user's hook.
 
     Raises:
-        HookError: it did.
+        HookError: the hook raised.
     """
     path = args.custom_update_weight_post_write_path
     try:
@@ -107,14 +107,14 @@ def _call_hook(args: Namespace, folder: Path, engines: Sequence[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WrittenVersion:
-    """A version on disk, as the buckets of a push."""
+    """A version on disk, as the source of a push."""
 
     root: Path
     """``--update-weight-disk-dir``."""
     number: int
     manifest: Manifest
     bucket_digests: Mapping[int, int]
-    """Of every bucket of the manifest."""
+    """Digest of every bucket of the manifest."""
     has_copies: bool
     """Every host makes its own copy first (``--update-weight-local-checkpoint-dir``)."""
     repacks: bool
@@ -123,7 +123,7 @@ class WrittenVersion:
 
     @property
     def constant_digests(self) -> Mapping[int, int]:
-        """Empty: the folder holds the whole model, and engines read all of it."""
+        """Empty: engines read the whole model from the folder."""
         return {}
 
     def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
@@ -136,16 +136,16 @@ class WrittenVersion:
 
 
 class FolderCarrier(Carrier):
-    """Engines read a :class:`WrittenVersion`."""
+    """Has engines read a :class:`WrittenVersion`."""
 
     needs_loader = False
     _folders: Mapping[int, str] = {}
-    """Engine index -> folder that the engine reads; on rank 0."""
+    """Engine index -> folder that the engine reads; rank 0 only."""
     _must_rebuild = False
-    """True if hosts must make their copies again even if these look intact."""
+    """True if hosts must recreate their copies even if these look intact."""
 
     def prepare(self, push: CarriedPush, source: Buckets) -> Buckets:
-        """Bring the version to all hosts."""
+        """Have all hosts fetch the version."""
         assert isinstance(source, WrittenVersion)
         push.on_main_rank("letting the engines' hosts fetch the weights", lambda: self._fetch(push, source))
         push.metrics |= source.metrics
@@ -155,7 +155,7 @@ class FolderCarrier(Carrier):
         """Do nothing: all engines can read the disk."""
 
     def send(self, push: CarriedPush, index: int, flat: Tensor) -> None:
-        """Make every engine read the version."""
+        """Have every engine read the version."""
         push.on_main_rank(f"reading version {push.version} from disk", lambda: self._read(push))
 
     def _fetch(self, push: CarriedPush, version: WrittenVersion) -> None:
@@ -176,7 +176,7 @@ class FolderCarrier(Carrier):
 
 
 class DiskCarrier(FolderCarrier):
-    """Whole versions, written by the ranks of the trainer.  The delta transport overrides what a rank writes."""
+    """Full versions, written by the trainer's ranks.  The delta transport overrides what a rank writes."""
 
     by_stage = True
 
@@ -186,17 +186,17 @@ class DiskCarrier(FolderCarrier):
         place = (self.ranks.stage, self.ranks.rank)
         members = [rank for stage, rank in self.ranks.gather(place) if stage == self.ranks.stage]
         self._shares = Shares(len(members), members.index(self.ranks.rank))
-        """Deals the tensors of this pipeline stage, which all its ranks gather, to one writer each."""
+        """Assigns each tensor of this pipeline stage, which all ranks of the stage gather, to one writer."""
         self._chain = ""
         self.written: WrittenVersion | None = None
-        """The version in the folder, ready to be read once more."""
+        """The version in the folder that engines can still read; None if there is none."""
         self._is_doubted = False
-        """An engine did not hold what it read, or may not: its host makes the copy again when it is refilled."""
+        """True if an engine may hold something else than it read: its host then recreates the copy at a resend."""
         self._num_changed = 0
         """Bytes of this rank's share that differ from the previous version."""
 
     def prepare(self, push: CarriedPush, source: Buckets) -> Buckets:
-        """Write the version, unless the last push wrote it, and copy it to all hosts."""
+        """Write the version, unless the last push wrote it, and have all hosts fetch it."""
         if self.written is None or self.written.number != int(push.version):
             self.write(push, source)
         assert self.written is not None
@@ -207,7 +207,7 @@ class DiskCarrier(FolderCarrier):
         """Write and finalize a version with the current weights.  Collective.
 
         Raises:
-            WeightSyncError: the disk is full or refuses, or the hook does.
+            WeightSyncError: the disk is full or fails, or the hook raised.
         """
         self.written = None
         if not self._chain:
@@ -238,7 +238,7 @@ class DiskCarrier(FolderCarrier):
         return self.written
 
     def finish(self, push: CarriedPush, *, is_served: bool) -> None:
-        """Remove what is not read again."""
+        """Remove versions that will not be read again."""
         self._is_doubted = not is_served or bool(push.participants.reasons)
         if is_served:
             self._after_commit(push)
@@ -246,12 +246,12 @@ class DiskCarrier(FolderCarrier):
             self._discard()
 
     def _begin_chain(self, push: CarriedPush) -> None:
-        """Count the versions of this run from here: remove what an earlier run left."""
+        """Start the chain of this run (see ``versions``): remove versions of earlier runs and choose a random id."""
 
         def clear() -> None:
             with explained_disk_errors(self.disk.root, DISK_FLAG):
                 self.disk.root.mkdir(parents=True, exist_ok=True)
-                if not self.disk.goes_on:
+                if not self.disk.continues_run:
                     remove_all(self.disk.root)
 
         push.on_main_rank("clearing the folder of weight versions", clear)
@@ -259,7 +259,7 @@ class DiskCarrier(FolderCarrier):
 
     @torch.no_grad()
     def _write_buckets(self, push: CarriedPush, source: Buckets, writer: PartWriter) -> None:
-        """Iterate over the buckets, even after a failure, because other ranks gather together with this one."""
+        """Write this rank's share.  Iterates to the end even after a failure: other ranks gather with this one."""
         manifest = source.manifest
         for index, flat in source.iter_buckets():
             if index == NO_BUCKET or push.failures:
@@ -281,7 +281,7 @@ class DiskCarrier(FolderCarrier):
         metadata: Mapping[str, object],
         needed_bytes: int,
     ) -> int:
-        """Make a version of what all ranks write; return its bytes.  Collective; a failure leaves nothing behind."""
+        """Write a version on all ranks and finalize it; return its bytes.  Collective; a failure leaves no files."""
         unfinished = Path()
         is_whole = "delta_encoding" not in metadata
 
@@ -324,10 +324,10 @@ class DiskCarrier(FolderCarrier):
         except PUSH_FAILURES as error:
             push.failures.append(error)
 
-    # What differs between whole versions and changes
+    # What differs between full versions and deltas
 
     def _begin_write(self, manifest: Manifest) -> None:
-        """Prepare before the first byte of a version is written.  Collective."""
+        """Prepare to write a version; called before its first byte.  Collective."""
 
     def _index(self, number: int) -> dict[str, object]:
         """Return the metadata of the version's index."""
@@ -336,7 +336,7 @@ class DiskCarrier(FolderCarrier):
     def _write_slices(
         self, writer: PartWriter, slices: Sequence[BucketSlice], flat: Tensor, manifest: Manifest
     ) -> None:
-        """Write whole tensors of a bucket."""
+        """Write the given tensors of a bucket in full."""
         for part in slices:
             entry = manifest.by_name[part.name]
             data = flat[part.offset : part.offset + entry.num_bytes].to("cpu", copy=True)
@@ -344,7 +344,7 @@ class DiskCarrier(FolderCarrier):
             self._num_changed += entry.num_bytes
 
     def _after_commit(self, push: CarriedPush) -> None:
-        """Remove the version that the engines serve, unless one of them shall be refilled from it."""
+        """Remove the version that the engines serve, unless some engine failed and must read it again."""
         if self.disk.keeps_files:
             return
         is_read_again = bool(push.participants.reasons)
@@ -353,24 +353,24 @@ class DiskCarrier(FolderCarrier):
             self.written = None
 
     def _prune(self, number: int) -> None:
-        """Remove every version older than ``number``; what cannot be removed does not end a push that is served."""
+        """Remove every version older than ``number``.  A failure is only logged: the push itself has succeeded."""
         if self.ranks.rank == 0:
             try:
                 prune_before(self.disk.root, number)
             except OSError as error:
-                logger.error("old weight versions in %s could not be removed: %s", self.disk.root, error)
+                logger.error("Old weight versions in %s could not be removed: %s", self.disk.root, error)
 
     def _discard(self) -> None:
-        """Remove a version that no engine serves, so that no reader finds it."""
+        """Remove the written version, which no engine serves, so that no reader finds it."""
         if self.written is not None and self.ranks.rank == 0:
             remove_version(version_folder(self.disk.root, self.written.number))
         self.written = None
 
 
 class Shares:
-    """Gives each tensor to the process with the fewest bytes so far.
+    """Assigns each tensor to the process with the fewest bytes so far.
 
-    Every process sees the same tensors in the same order, so all come to the same result without a word.
+    Every process sees the same tensors in the same order, so all agree without communication.
     """
 
     def __init__(self, num_members: int, member: int) -> None:

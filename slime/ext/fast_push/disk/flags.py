@@ -14,7 +14,7 @@ from slime.utils.errors import ConfigError
 
 def add_disk_push_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the disk group to ``parser``."""
-    group = parser.add_argument_group("weights over a disk", "Pushes of weights through files.")
+    group = parser.add_argument_group("weights over a disk", "Weight pushes through files.")
     group.add_argument(
         "--update-weight-mode",
         choices=["full", "delta"],
@@ -67,7 +67,7 @@ def check_delta_checksum(args: Namespace) -> Iterator[str]:
 
 
 def derive_released_trainer(args: Namespace) -> None:
-    """Save and push after every rollout where the trainer ends; it leaves its GPUs to the engines."""
+    """Set what ``--release-train`` implies: save and push after every rollout; if colocated, offload engines only."""
     if not args.release_train:
         return
     args.save_interval = args.update_weights_interval = 1
@@ -85,7 +85,7 @@ def check_disk_push(args: Namespace) -> Iterator[str]:
 
 def _disk(args: Namespace) -> Iterator[str]:
     if not args.push_sends_model:
-        yield "--update-weight-transport disk does not go with --lora-push adapter, by which engines get nothing else."
+        yield "--update-weight-transport disk does not go with --lora-push adapter, which sends engines adapters only."
     if args.update_weight_disk_dir is None:
         return
     shared = Path(args.update_weight_disk_dir).resolve()
@@ -113,10 +113,10 @@ GROUP = FlagGroup(
     derive=(derive_released_trainer,),
     check=(check_disk_push, check_delta_checksum),
     needs=(
-        *((name, "update_weight_transport=disk", "it is about weights that travel over a disk") for name in _OF_DISK),
-        *((name, "update_weight_mode=delta", "it is about changed bytes") for name in _OF_DELTAS),
+        *((name, "update_weight_transport=disk", "it applies to weight pushes over a disk") for name in _OF_DISK),
+        *((name, "update_weight_mode=delta", "it applies to delta pushes") for name in _OF_DELTAS),
         ("update_weight_mode=delta", "update_weight_local_checkpoint_dir",
-         "a copy of the checkpoint on each engine's host is changed, on a disk with room for the model"),
+         "deltas are applied to a copy of the checkpoint on each engine's host, on a disk with room for the model"),
         ("update_weight_transport=disk", "weight_push=verified", "a plain push has no files"),
         ("update_weight_transport=disk", "update_weight_disk_dir",
          "trainer and engines share that folder, with room for two versions of the model"),
@@ -126,8 +126,8 @@ GROUP = FlagGroup(
     excludes=(
         ("update_weight_mode=delta", "colocate", "colocated engines read the trainer's memory, which is faster"),
         ("update_weight_mode=delta", "eval_in_background",
-         "engines of an evaluation do not have the push before, to which differences are sent; use full"),
-        ("release_train", "ref_update_interval", "each start takes the reference of --ref-load"),
+         "evaluation engines lack the previous version, which deltas are relative to; use full"),
+        ("release_train", "ref_update_interval", "each start loads the reference from --ref-load"),
         ("release_train", "trainer_recovery=memory", "its ranks end, and save every rollout; use checkpoint"),
         ("release_train", "spare_nodes", "each rollout takes other GPUs"),
         ("release_train", "keep_old_actor", "the process that holds the old weights ends"),

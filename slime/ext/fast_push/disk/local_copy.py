@@ -1,8 +1,9 @@
-"""A host's local copy of the model, updated from version to version by the changes in a shared folder.
+"""A host's local copy of the model, updated from version to version by the deltas in a shared folder.
 
-One copy serves all engines of a host; the first that asks does the work, under a file lock.  The state file says which
-version the copy has.  Before the first byte changes the state says "dirty", and says so until everything is verified
-and on disk: a copy whose maker was killed in the middle is made again, never served.
+One copy serves all engines of a host; the first engine that asks does the work, under a file lock.  The state file
+records the version of the copy.  It says "dirty" from before the first byte changes until everything is verified and
+on
+disk: if the process is killed in between, the copy is recreated, never served.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ VISIBLE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class PullReport:
-    """The steps of one pull."""
+    """What one pull did."""
 
     version: int
     seed: str
     """The folder that was copied first; empty if the existing copy was usable."""
     applied: tuple[int, ...]
-    """Versions whose changes were applied."""
+    """Versions whose deltas were applied."""
     num_bytes: int
-    """Bytes read from the shared folder: the seed and the changes."""
+    """Bytes read from the shared folder: the seed and the deltas."""
     elapsed_s: float
 
 
@@ -64,8 +65,8 @@ class LocalCopy:
     """The copy in ``folder``.
 
     Args:
-        folder: on a disk of this host; nothing else may live there.
-        timeout_s: how long to wait for another process that works on the copy, and for a version to become visible.
+        folder: a folder on a local disk, reserved for the copy.
+        timeout_s: seconds to wait for another process that works on the copy, and for a version to become visible.
 
     Raises:
         ConfigError: ``folder`` is the model or the shared folder itself, whose files would be changed.
@@ -84,8 +85,8 @@ class LocalCopy:
         """Bring the copy to version ``target``.
 
         Raises:
-            WeightSyncError: ``target`` cannot be reached, is older than what is held, or a checksum is wrong (the
-                message names the tensor and the file); the copy is then dirty unless it was not touched.
+            WeightSyncError: ``target`` cannot be reached, is older than the held version, or a checksum is wrong (the
+                message names the tensor and the file).  The copy is then dirty if any byte was changed.
         """
         started = time.monotonic()
         with explained_disk_errors(self.folder, LOCAL_FLAG):
@@ -104,23 +105,23 @@ class LocalCopy:
         report = PullReport(target, str(seed or ""), applied, num_bytes, time.monotonic() - started)
         if seed is not None or applied:
             logger.info(
-                "%s went from %s to version %d in %.2f s: %s%d bytes read, changes of %s.",
+                "%s went from %s to version %d in %.2f s: %s%d bytes read, deltas applied: %s.",
                 self.folder, describe_held(held), target, report.elapsed_s,
-                f"copied from {seed}, " if seed else "", num_bytes, list(applied) or "no version",
+                f"copied from {seed}, " if seed else "", num_bytes, list(applied) or "none",
             )  # fmt: skip
         return report
 
     # State
 
     def held(self) -> tuple[int, str] | None:
-        """Return number and chain of the copy's version; None if it has none that can be trusted."""
+        """Return number and chain of the copy's version; None if the copy is missing or cannot be trusted."""
         try:
             state = json.loads(self._state_file.read_text())
             if state["dirty"] or state["model"] != _identity(self.model):
                 return None
             return int(state["version"]), state["chain"]
         except (OSError, ValueError, KeyError, TypeError):
-            return None  # never made, or by another program: made again
+            return None  # never created, or by another program: pull recreates it
 
     def mark_dirty(self, why: str) -> None:
         """Make the next pull recreate the copy."""
@@ -141,8 +142,8 @@ class LocalCopy:
                 lock_file(file.fileno(), path, timeout_s=self.timeout_s, poll_s=POLL_S)
             except TimeoutError:
                 raise WeightSyncError(
-                    f"another process has worked on {self.folder} for {self.timeout_s:g} s "
-                    f"(--weight-update-timeout-s); it holds {path}"
+                    f"another process has held the lock {path} on {self.folder} for {self.timeout_s:g} s "
+                    "(--weight-update-timeout-s)"
                 ) from None
             yield
 
@@ -158,16 +159,20 @@ class LocalCopy:
                 )
             time.sleep(POLL_S)
 
-    # Making it again
+    # Recreating the copy
 
     def _copy(self, seed: Path, version: Version | None) -> int:
-        """Make the copy equal to ``seed``, the folder of ``version`` (None: the model): every file copied, others
-        removed, sizes compared; gives the bytes.
+        """Make the copy equal to ``seed``, the folder of ``version`` (None: the model).
+
+        Copies every file, compares sizes, and removes all other files.
+
+        Returns:
+            Bytes copied.
         """
         self.mark_dirty(f"being copied from {seed}")
         weights = weight_files(seed)
         if not weights:
-            raise DataError(f"{seed} holds no safetensors files; weights that travel over disk need them")
+            raise DataError(f"{seed} holds no safetensors files, which pushes over a disk need")
         files = weights + [path for path in seed.iterdir() if _is_asset(path)]
         if (seed / INDEX_FILE).exists():
             files.append(seed / INDEX_FILE)
@@ -186,7 +191,7 @@ class LocalCopy:
         size, copied = path.stat().st_size, target.stat().st_size
         if size != copied:
             raise WeightSyncError(
-                f"{target} has {copied} bytes and its source {path} has {size}; the copy was cut off"
+                f"{target} has {copied} bytes but its source {path} has {size}; the copy was cut off"
             )
         sync_to_disk(target)
         return size
@@ -194,11 +199,11 @@ class LocalCopy:
     # From one version to the next
 
     def _apply(self, version: Version) -> int:
-        """Apply the changes of ``version`` in place and verify them; return the bytes read."""
+        """Apply the delta of ``version`` in place and verify the result; return the bytes read."""
         held = self.held()
         if held is None or held[0] != version.base or (held[0] and held[1] != version.chain):
             raise WeightSyncError(
-                f"{version.folder} changes version {version.base}, and {self.folder} holds {describe_held(held)}; "
+                f"{version.folder} changes version {version.base}, but {self.folder} holds {describe_held(held)}; "
                 "versions are applied in order"
             )
         layout = read_layout(self.folder)
@@ -207,7 +212,7 @@ class LocalCopy:
             tensors, checksums = read_header(file)
             for name, delta in tensors.items():
                 if name not in layout or name not in checksums:
-                    what = f"which {self.folder} has not" if name not in layout else "without its checksum"
+                    what = f"which {self.folder} lacks" if name not in layout else "without its checksum"
                     raise WeightSyncError(f"{file} changes {name}, {what}; it was made for another model")
                 deltas.append((delta, name, checksums[name]))
         if deltas:
@@ -238,9 +243,9 @@ class LocalCopy:
                     raise WeightSyncError(f"{name} cannot be changed by {delta.file}: {error}") from error
                 if found != expected:
                     raise WeightSyncError(
-                        f"{name} in {stored.file} has the {version.checksum} checksum {found} after the change of "
-                        f"{delta.file}, which expects {expected}: the change or the copy is damaged. The copy will "
-                        "be made again"
+                        f"{name} in {stored.file} has the {version.checksum} checksum {found} after applying "
+                        f"{delta.file}, which expects {expected}: the delta or the copy is damaged. The copy will "
+                        "be recreated"
                     )
 
             with ThreadPoolExecutor(self.workers) as pool:
@@ -253,7 +258,7 @@ def _is_asset(path: Path) -> bool:
 
 
 def _identity(model: Path) -> str:
-    """Identify the content of a model folder as well as names, sizes and times can."""
+    """Return a fingerprint of a model folder, from the names, sizes and modification times of its files."""
     files = sorted(path for path in weight_files(model) if path.exists())
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return f"{os.path.realpath(model)} {hashlib.sha256(repr(stats).encode()).hexdigest()[:16]}"
@@ -262,10 +267,10 @@ def _identity(model: Path) -> str:
 def pull_weights(engine: WeightVerbs, target_version: int, rebuild: bool = False) -> str:
     """Bring the copy of the checkpoint on this engine's host to ``target_version`` and return its folder.
 
-    What the engine serves does not change.
+    The weights that the engine serves do not change.
 
     Args:
-        engine: whose actor this is; stock SGLang has no endpoint for it.
+        engine: the engine actor that calls this; stock SGLang has no such endpoint.
         target_version: a version in ``--update-weight-disk-dir``; 0 is ``--hf-checkpoint`` itself.
 
     Raises:

@@ -28,9 +28,9 @@ class ReleasedTrainGroup(RayTrainGroup):
     """A trainer that exists only while it trains (``--release-train``); in between, ``actors`` is empty.
 
         generate -> start the ranks, load the last checkpoint -> train -> save -> write the weights -> end the ranks
-                 -> the driver has the engines read them -> generate
+                 -> the driver has the engines read the weights -> generate
 
-    Nothing of the trainer stays in any memory while the engines generate.
+    While the engines generate, the trainer occupies no GPU or host memory.
     """
 
     leaves_between_steps = True
@@ -40,18 +40,18 @@ class ReleasedTrainGroup(RayTrainGroup):
         self.push = ReleasedPush(self)
 
     def async_train(self, rollout_id: int, rollout_data: list[Box], external_data: Any = None) -> list[ray.ObjectRef]:
-        """Train as the base class does; starts the ranks where they have ended."""
+        """Start the ranks if they have ended, then train as the base class does."""
         if not self.actors:
             self.create()
         return super().async_train(rollout_id, rollout_data, external_data)
 
     def write_checkpoint(self, rollout_id: int, force_sync: bool = False) -> None:
-        """Write as the base class does, never in the background: the ranks end."""
+        """Save as the base class does, but never in the background, because the ranks end afterwards."""
         super().write_checkpoint(rollout_id, force_sync=True)
 
 
 class ReleasedPush(WeightPush):
-    """Pushes what the trainer left on disk, from the driver."""
+    """Pushes, from the driver, the weights that the trainer left on disk."""
 
     def __init__(self, trainer: RayTrainGroup) -> None:
         super().__init__(trainer)
@@ -59,7 +59,7 @@ class ReleasedPush(WeightPush):
         """The version that the trainer wrote to disk last."""
 
     def update(self) -> dict[str, float]:
-        """Hand the weights over, have the engines take room for them, then push as the base class does."""
+        """Write the weights and end the ranks, have the engines allocate memory, then push as the base class does."""
         if self.args.debug_train_only:
             return {}
         self._hand_over_weights()
@@ -68,12 +68,12 @@ class ReleasedPush(WeightPush):
         return super().update()
 
     def _hand_over_weights(self) -> None:
-        """Make the ranks write the weights to disk, and end them; their memory is free when this returns."""
+        """Have the ranks write the weights to disk, then end them; their memory is free when this returns."""
         trainer = self.trainer
         if not trainer.actors:
             return
         engines = self.ask_manager("describe_engines", "updatable")
-        # These ranks have never seen an engine; the hook after the write gets them.
+        # The ranks are new and know no engines, but the post-write hook receives the engines.
         trainer.on_all("connect_engines", replace(engines, num_new=1), what="the trainers' list of engines")
         timeout_s = self.args.weight_update_timeout_s + PUSH_MARGIN_S
         trainer.version.count(self.args.save)
@@ -85,7 +85,7 @@ class ReleasedPush(WeightPush):
             time.sleep(RELEASE_GRACE_S)
 
     def send(self, verb: str, engines: EngineList) -> dict[str, float]:
-        """Have engines read what the trainer left, also those that started late; return the metrics."""
+        """Have engines, including late ones, read the weights that the trainer left; return the metrics."""
         args = self.args
         if self._written is None:
             raise WeightSyncError("the trainer has written no weights to disk; call update_weights first")

@@ -1,16 +1,21 @@
-"""Weight versions in a shared folder: their names, their content, the way from one to another, and their writing.
+"""Weight versions in a shared folder: names, content, how to get from one version to another, and writing.
 
-    {root}/weight_v000007/           version 7: a whole model, or what changed since its base version
-    {root}/weight_v000007-full/      version 7 once more, whole, so that a reader need not follow the changes
-    {root}/.weight_v000008.part-.../ being written; a rename finalizes it
+    {root}/weight_v000007/           version 7: a full model, or a delta relative to its base version
+    {root}/weight_v000007-full/      a full copy of version 7, for readers that cannot apply the deltas
+    {root}/.weight_v000008.part-.../ a version being written; a rename finalizes it
 
-Version 0 is the model that the engines started from, in its own folder.  A version is written by several processes:
+Version 0 is the model that the engines started from, in its own folder.  A *chain* is the sequence of versions that
+one run writes, each of whose deltas needs the version before.  Its random id is stored with every version, because
+versions of two runs may have equal numbers and different weights.
 
-    rank 0:       begin_version(...)                       makes the folder of the unfinished version
-    every rank:   PartWriter(folder, rank).add(...) ...    its own tensors, into its own files
+Several processes write a version:
+
+    rank 0:       begin_version(...)                       creates the folder of the unfinished version
+    every rank:   PartWriter(folder, rank).add(...) ...    writes its own tensors into its own files
     rank 0:       finalize_version(...)                    names the files, writes the index, renames the folder
 
-A reader sees nothing before the last rename.  Everything is on disk (fsync) by then, as a network file system needs.
+Readers see nothing before the last rename.  By then every file has been synced to disk (fsync), as network file
+systems require.
 """
 
 from __future__ import annotations
@@ -42,8 +47,7 @@ WHOLE_SUFFIX = "-full"
 _NAME = re.compile(rf"^{PREFIX}(\d{{6,}})({WHOLE_SUFFIX})?$")
 _PART = re.compile(rf"^\.{PREFIX}(\d{{6,}}).*\.part-")
 CHAIN = "chain"
-"""Key of the index's metadata: the run of pushes that a version belongs to.  Versions of two runs may have the same
-numbers and other weights."""
+"""Key of the chain's id in the metadata of a version's index."""
 
 
 def version_text(number: int) -> str:
@@ -52,7 +56,7 @@ def version_text(number: int) -> str:
 
 
 def version_folder(root: str | Path, number: int, *, whole: bool = False) -> Path:
-    """Return the folder of version ``number``; ``whole``: of the whole copy beside a version that is a delta."""
+    """Return the folder of version ``number``; with ``whole``, the folder of the full copy beside a delta."""
     return Path(root) / f"{PREFIX}{version_text(number)}{WHOLE_SUFFIX if whole else ''}"
 
 
@@ -63,14 +67,15 @@ class Version:
     number: int
     folder: Path
     chain: str
+    """Id of the chain that the version belongs to."""
     base: int | None = None
-    """The version that this one changes; None for a whole model."""
+    """The version that this delta is relative to; None for a full model."""
     encoding: str = ""
     checksum: str = ""
 
     @property
     def is_whole(self) -> bool:
-        """True for a whole model, False for a change relative to another version."""
+        """True for a full model, False for a delta."""
         return self.base is None
 
 
@@ -82,7 +87,7 @@ def read_version(folder: Path) -> Version:
     """
     match = _NAME.match(folder.name)
     if match is None:
-        raise WeightSyncError(f"{folder} is no weight version; their names are {PREFIX}000001 and so on")
+        raise WeightSyncError(f"{folder} is not a weight version; versions are named {PREFIX}000001 and so on")
     index = folder / INDEX_FILE
     try:
         metadata = parse_object(read_outside_file(index))["metadata"]
@@ -111,13 +116,13 @@ def read_version(folder: Path) -> Version:
 
 
 def list_folders(root: str | Path) -> list[Path]:
-    """Return the folders of finalized versions, whole copies included, by number."""
+    """Return the folders of finalized versions, including full copies, sorted by number."""
     found = [(int(match[1]), path.name, path) for path in _entries(root) if (match := _NAME.match(path.name))]
     return [path for _, _, path in sorted(found)]
 
 
 def _entries(root: str | Path) -> list[Path]:
-    """Return the entries of ``root``; a listing also makes a network file system look again."""
+    """Return the entries of ``root``; listing a folder also makes a network file system refresh its cache."""
     try:
         return list(Path(root).iterdir())
     except FileNotFoundError:
@@ -126,23 +131,23 @@ def _entries(root: str | Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way to a version: the copy to make first, if any, and the changes to apply then, in order."""
+    """How to reach a version: what to copy first, if anything, and which deltas to apply then, in order."""
 
     seed: Version | None
-    """The whole version to start from; None to start from the held version or from the model."""
+    """The full version to start from; None to start from the held version or from the model."""
     from_model: bool
     """Start from the model that is version 0."""
     deltas: tuple[Version, ...]
 
 
 def find_route(root: str | Path, target: int, held: tuple[int, str] | None) -> Route:
-    """Return the way to version ``target``: from what is held if possible, else from the newest whole version.
+    """Return the route to version ``target``: from the held version if possible, else from the newest full version.
 
     Args:
-        held: number and chain of the local version; None when there is none that can be trusted.
+        held: number and chain of the local version; None if there is none that can be trusted.
 
     Raises:
-        WeightSyncError: versions on the way are missing; ``target`` is older than what is held of the same chain.
+        WeightSyncError: versions on the route are missing, or ``target`` is older than the held version of its chain.
     """
     if target == 0:
         is_there = held is not None and held[0] == 0
@@ -150,7 +155,7 @@ def find_route(root: str | Path, target: int, held: tuple[int, str] | None) -> R
     chain: str | None = None
     number, deltas = target, list[Version]()
     whole: tuple[Version, int] | None = None
-    """The newest whole version on the way back, and the number of deltas after it."""
+    """The newest full version found on the way back, and the number of deltas after it."""
     while number:
         found = [read_version(path) for path in _finalized(root, number)]
         chain = found[0].chain if chain is None and found else chain
@@ -167,7 +172,7 @@ def find_route(root: str | Path, target: int, held: tuple[int, str] | None) -> R
         number = delta.base
     if held is not None and held[1] == chain and held[0] > target:
         raise WeightSyncError(
-            f"version {target} was asked for, and version {held[0]} is held already; versions are applied in order"
+            f"version {target} was requested, but version {held[0]} is held already; versions are applied in order"
         )
     if number == 0 and held is not None and held[0] == 0:
         return Route(None, from_model=False, deltas=tuple(reversed(deltas)))
@@ -176,10 +181,10 @@ def find_route(root: str | Path, target: int, held: tuple[int, str] | None) -> R
         return Route(seed, from_model=False, deltas=tuple(reversed(deltas[:num_after])))
     if number == 0:
         return Route(None, from_model=True, deltas=tuple(reversed(deltas)))
-    present = ", ".join(path.name for path in list_folders(root)) or "no version at all"
+    present = ", ".join(path.name for path in list_folders(root)) or "no versions"
     raise WeightSyncError(
         f"version {target} cannot be reached from {describe_held(held)}: {version_folder(root, number).name} is "
-        f"missing in {root}, which has {present}"
+        f"missing in {root}, which holds {present}"
     )
 
 
@@ -194,8 +199,8 @@ def _finalized(root: str | Path, number: int) -> list[Path]:
 
 
 def remove_version(folder: Path) -> None:
-    """Remove one version atomically: readers see it whole or not at all.  Not an error if it does not exist."""
-    # A new name: a namesake removed before may still be there while a reader has it open.
+    """Remove one version atomically: readers see all of it or nothing.  Does nothing if it does not exist."""
+    # The random suffix avoids an earlier version of that name, which persists while a reader has it open.
     trash = folder.with_name(f".{folder.name}.part-{secrets.token_hex(4)}")
     try:
         folder.rename(trash)
@@ -205,12 +210,12 @@ def remove_version(folder: Path) -> None:
 
 
 def remove_all(root: str | Path) -> None:
-    """Remove every version, finished or not; other files in the folder stay."""
+    """Remove every version, finalized or not; other files in the folder stay."""
     prune_before(root, math.inf)
 
 
 def prune_before(root: str | Path, number: float) -> None:
-    """Remove every version older than ``number``, and what dead writers left of one."""
+    """Remove every version older than ``number``, including unfinished ones that dead writers left."""
     for path in _entries(root):
         if (match := _PART.match(path.name)) and int(match[1]) < number:
             shutil.rmtree(path, ignore_errors=True)
@@ -221,7 +226,7 @@ def prune_before(root: str | Path, number: float) -> None:
 # Writing
 
 SHARD_BYTES = 1024**3
-"""Maximum bytes of a file, which bounds a writer's host memory."""
+"""Maximum bytes of one file; bounds a writer's host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,15 +236,15 @@ class PartFile:
     name: str
     tensors: tuple[str, ...]
     num_bytes: int
-    """Of the tensors."""
+    """Bytes of the tensors."""
 
 
 @contextmanager
 def explained_disk_errors(folder: Path, flag: str) -> Iterator[None]:
-    """Say which flag leads to the disk that is full or refuses, and what is free there.
+    """Turn an operating system's error into one that names the flag, the folder and the free space.
 
     Raises:
-        WeightSyncError: in the place of an operating system's error.
+        WeightSyncError: the body raised an OSError or a SafetensorError.
     """
     try:
         yield
@@ -254,21 +259,21 @@ def explained_disk_errors(folder: Path, flag: str) -> Iterator[None]:
 
 
 def free_space(folder: Path) -> str:
-    """Return the free bytes of the file system, for messages."""
+    """Describe the free space of the file system, for messages."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
-        return "its free space is unknown"
+        return "free space unknown"
     return f"{usage.free / 2**30:.2f} GiB of {usage.total / 2**30:.2f} GiB are free"
 
 
 def require_space(folder: Path, num_bytes: int, flag: str) -> None:
-    """Refuse before anything is written when ``num_bytes`` cannot fit.
+    """Check, before anything is written, that ``num_bytes`` fit into the file system.
 
     Raises:
-        WeightSyncError: with what is needed and what is free.
+        WeightSyncError: they do not; the message gives the needed and the free space.
     """
     if shutil.disk_usage(folder).free < num_bytes:
         raise WeightSyncError(
@@ -278,7 +283,7 @@ def require_space(folder: Path, num_bytes: int, flag: str) -> None:
 
 
 def begin_version(final: Path) -> Path:
-    """Make the folder in which the version that will be ``final`` is written."""
+    """Create the folder in which the version is written that will become ``final``."""
     folder = final.with_name(f".{final.name}.part-{secrets.token_hex(4)}")
     folder.mkdir(parents=True)
     return folder
@@ -295,7 +300,8 @@ class PartWriter:
         self.files: list[PartFile] = []
 
     def add(self, name: str, tensor: Tensor, *, note: str | None = None) -> None:
-        """Take one tensor on the host; ``note`` is stored under its name in the file's metadata."""
+        """Queue one tensor, copied to the host by the caller; ``note`` goes into the file's metadata under its
+        name."""
         size = tensor_bytes(tensor)
         if self._pending and self._pending_bytes + size > self._shard_bytes:
             self.flush()
@@ -319,11 +325,11 @@ class PartWriter:
 def finalize_version(
     unfinished: Path, final: Path, parts: Sequence[Iterable[PartFile]], metadata: Mapping[str, object], *, first: int
 ) -> None:
-    """Give the files their names, write the index, and rename the folder; a version of the same name is replaced.
+    """Name the files, write the index, and rename the folder.  Replaces a version of the same name.
 
     Args:
-        unfinished: what :func:`begin_version` made.
-        first: number of the first file: 0 for changes, 1 for a whole model.
+        unfinished: the folder that :func:`begin_version` created.
+        first: number of the first file: 0 for a delta, 1 for a full model.
 
     Raises:
         DataError: two writers wrote the same tensor.
@@ -335,14 +341,14 @@ def finalize_version(
         os.rename(unfinished / file.name, unfinished / name)
         for tensor in file.tensors:
             if tensor in weight_map:
-                raise DataError(f"tensor {tensor} was given twice while writing {final}")
+                raise DataError(f"tensor {tensor} was written twice in {final}")
             weight_map[tensor] = name
     total = sum(file.num_bytes for file in files)
     index = {"metadata": {"total_size": total, **metadata}, "weight_map": dict(sorted(weight_map.items()))}
     text = json.dumps(index, indent=2) + "\n"
     replace_file(unfinished / INDEX_FILE, lambda file: file.write(text.encode()))
     for path in unfinished.iterdir():
-        if not path.name.endswith(".safetensors"):  # those are there already
+        if not path.name.endswith(".safetensors"):  # PartWriter has synced those
             sync_to_disk(path)
     sync_to_disk(unfinished)
     if final.exists():

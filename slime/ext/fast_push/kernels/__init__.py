@@ -1,11 +1,11 @@
-"""Whole lists of small operations on weights, each list in one launch of a GPU kernel.
+"""Batched weight operations: one kernel launch runs a whole list of small copies, casts, quantizations or digests.
 
-A push handles tens of thousands of matrices, most of them small; a launch for each would take longer than the work.
-Here the list is made once, as a table on the device, and every later push runs it again:
+A push handles tens of thousands of matrices, most of them small; one launch for each would take longer than the work.
+Here each list is built once, as a table on the device, and every push runs it again:
 
-    tables       the three kinds of tables, what a row of one says, and the work on it in torch
+    tables       the three kinds of tables, their rows, and a reference implementation in torch
     triton_*     the kernels
 
-On CPU tensors, and wherever Triton does not cover a case, the same classes work in plain torch; both ways give the
-same bytes.  Triton is imported only for CUDA tensors.
+The same classes use plain torch for CPU tensors and for cases that no kernel covers; both give the same bytes.  Triton
+is imported only for CUDA tensors.
 """

@@ -1,4 +1,4 @@
-"""Strided copies in two memories as the two-dimensional copies and tiles that the kernels work through."""
+"""Splits strided copies into the two-dimensional copies and tiles that the kernels process."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 
 WORD_BYTES = 4
 VECTOR_BYTES = 16
-"""The widest access of a GPU thread.  Addresses, row strides and row lengths that are multiples of it are read so."""
+"""The widest access of a GPU thread; used when addresses, row strides and row lengths are multiples of it."""
 VECTOR_WORDS = VECTOR_BYTES // WORD_BYTES
 LINE_WORDS = 512
-"""Length of the rows into which one long run of words is cut."""
+"""Length of the rows into which one long run of words is split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy2D:
-    """Rows and columns of elements, at a source and at a destination."""
+    """A copy of a matrix of elements from a source to a destination."""
 
     src: int
     """Address, or offset, of element (0, 0), in bytes."""
     src_strides: tuple[int, int]
-    """Elements from row to row and from column to column."""
+    """Strides in elements, from row to row and from column to column."""
     dst: int
     dst_strides: tuple[int, int]
     rows: int
@@ -41,14 +41,14 @@ def matrices(
     dst_strides: Sequence[int],
     dst_size: int,
 ) -> Iterator[Copy2D]:
-    """Split a strided copy of any number of dimensions into as few matrices as there can be.
+    """Split a strided copy of any number of dimensions into as few matrices as possible.
 
-    Dimensions that follow each other in both memories become one; of those that are left, the two innermost of the
-    destination make a matrix and the others a list.
+    Dimensions that are contiguous with each other on both sides are merged.  Of the rest, the two innermost of the
+    destination form a matrix, and the others are iterated over.
 
     Args:
         src, dst: address or offset of the first element, in bytes.
-        src_size, dst_size: bytes of an element.
+        src_size, dst_size: bytes per element.
     """
     if math.prod(shape) == 0:
         return
@@ -60,7 +60,7 @@ def matrices(
             size *= merged.pop()[0]
         merged.append((size, src_stride, dst_stride))
     while len(merged) < 2:
-        # Strides of a dimension of size one never count; zero keeps them aligned.
+        # The stride of a dimension of size one is never used; zero counts as aligned.
         merged.insert(0, (1, 0, 0)) if merged else merged.append((1, 1, 1))
     *outer, (rows, src_row, dst_row), (columns, src_column, dst_column) = merged
     for index in itertools.product(*(range(size) for size, _, _ in outer)):
@@ -75,13 +75,14 @@ def matrices(
 
 
 def in_words(matrix: Copy2D, size: int) -> list[Copy2D] | None:
-    """View the same bytes as matrices of four-byte words whose every row both memories hold in whole vectors.
+    """View the same bytes as matrices of four-byte words whose rows are vector-aligned on both sides.
 
     Args:
-        matrix: of elements of ``size`` bytes, of one kind on both sides.
+        matrix: a copy between elements of the same dtype.
+        size: bytes per element.
 
     Returns:
-        None when the rows are not contiguous or not aligned.
+        None if the rows are not contiguous or not aligned.
     """
     if matrix.src_strides[1] != 1 or matrix.dst_strides[1] != 1:
         return None
@@ -92,7 +93,7 @@ def in_words(matrix: Copy2D, size: int) -> list[Copy2D] | None:
     words = Copy2D(matrix.src, (src_row, 1), matrix.dst, (dst_row, 1), matrix.rows, columns)
     if words.rows > 1 or columns <= LINE_WORDS:
         return [words]
-    # One long run: lines of a tile's width, and what is left.
+    # One long run: split it into rows of LINE_WORDS, and a remainder.
     lines, rest = divmod(columns, LINE_WORDS)
     done = lines * LINE_WORDS
     whole = Copy2D(words.src, (LINE_WORDS, 1), words.dst, (LINE_WORDS, 1), lines, LINE_WORDS)
@@ -102,7 +103,7 @@ def in_words(matrix: Copy2D, size: int) -> list[Copy2D] | None:
 
 
 def as_lines(matrix: Copy2D, src_size: int, dst_size: int) -> list[Copy2D]:
-    """View a matrix of one long row as one of several rows, which fill tiles better."""
+    """View a matrix of one long row as a matrix of several rows, which fill tiles better."""
     lines, rest = divmod(matrix.columns, LINE_WORDS)
     if matrix.rows > 1 or lines < 2:
         return [matrix]
@@ -124,15 +125,16 @@ def as_lines(matrix: Copy2D, src_size: int, dst_size: int) -> list[Copy2D]:
 
 
 def is_aligned(*num_bytes: int) -> bool:
-    """Return True when all sizes are multiples of a vector."""
+    """Return True if all values are multiples of ``VECTOR_BYTES``."""
     return all(value % VECTOR_BYTES == 0 for value in num_bytes)
 
 
 def tile_index(tiles: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the index of the descriptor that each program works on.
+    """Return which descriptor each program works on.
 
     Returns:
-        int32 ``[sum(tiles)]``, the descriptor of every tile, and int64 ``[descriptors]``, its first tile.
+        int32 ``[sum(tiles)]``, the descriptor of every tile; and int64 ``[descriptors]``, the first tile of each
+        descriptor.
     """
     counts = torch.tensor(tiles, dtype=torch.int64)
     owner = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), counts)

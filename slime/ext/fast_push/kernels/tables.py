@@ -1,11 +1,11 @@
-"""Lists of small operations on a bucket, each list made once and run again by every push in one launch.
+"""Tables of small operations on a bucket; each table is built once and run by every push in one launch.
 
-CastTable     live parameters -> a flat bucket: copied, cast or quantized
-CopyTable     a flat bucket -> an engine's parameters, and the comparison of both
-DigestTable   64-bit digests of segments of a bucket: those of ``slime.weights.digest.digest_bytes``
+CastTable     copies, casts or quantizes live parameters into a flat bucket
+CopyTable     copies a flat bucket into an engine's parameters, or compares the two
+DigestTable   computes 64-bit digests of segments of a bucket, as ``slime.weights.digest.digest_bytes`` does
 
-Items say what a row of a table is.  What the kernels write is compared with the functions in torch below, and what no
-kernel covers is done by them.
+An item describes one row of a table.  The torch functions below are the reference for the kernels in tests, and handle
+the cases that no kernel covers.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class CastItem:
     """One matrix of a bucket and its source.
 
-    Row ``r`` of the matrix is row ``r // row_run * run_stride + r % row_run`` of ``source``: rows that a layer keeps
-    interleaved (q, k and v of every group of heads) are one item.  A matrix whose rows simply follow each other has
-    ``row_run >= rows``, and its ``run_stride`` does not matter.
+    Row ``r`` of the matrix is row ``r // row_run * run_stride + r % row_run`` of ``source``, so that rows which a
+    layer stores interleaved (q, k and v of every group of heads) form one item.  If the rows are consecutive in the
+    source, ``row_run >= rows`` and ``run_stride`` is unused.
     """
 
     source: Tensor
-    """``[source_rows, columns]``: a view of a live parameter, its last dimension contiguous.  The table reads this
-    memory at every run; a parameter that has moved needs a new table."""
+    """``[source_rows, columns]``: a view of a live parameter, contiguous in its last dimension.  The table reads this
+    memory at every run; if the parameter moves, the table must be rebuilt."""
     row_run: int
-    """Rows that lie one after the other."""
+    """Number of consecutive rows in each run."""
     run_stride: int
     """Rows of ``source`` from the start of one run to the start of the next."""
     rows: int
     out_offset: int
     """First byte in the bucket; a multiple of the element size."""
     kind: Kind
-    """``copy``: the bytes as they are.  ``cast``: to the table's ``out_dtype``.  ``fp8_block``: as
-    :func:`~slime.weights.quantize.block_fp8.quantize_block`; ``fp8_block_ue8m0``: the same with scales that are powers
-    of two."""
+    """``copy``: the bytes unchanged.  ``cast``: to the table's ``out_dtype``.  ``fp8_block``: quantized as by
+    :func:`~slime.weights.quantize.block_fp8.quantize_block`; ``fp8_block_ue8m0``: the same with power-of-two
+    scales."""
     scale_offset: int | None = None
     """First byte of the fp32 scales ``[ceil(rows / block rows), ceil(columns / block columns)]``, row-major; only for
     the two kinds that have scales."""
@@ -63,7 +63,7 @@ class CastItem:
         return self.kind in ("fp8_block", "fp8_block_ue8m0")
 
     def segments(self, out_dtype: torch.dtype, block: tuple[int, int]) -> list[tuple[int, int]]:
-        """Return offset and bytes of what is written: the matrix, then its scales if it has any."""
+        """Return ``(offset, bytes)`` of the written matrix, and of its scales if it has any."""
         found = [(self.out_offset, self.rows * self.columns * _out_dtype(self, out_dtype).itemsize)]
         if self.scale_offset is not None:
             found.append((self.scale_offset, 4 * math.prod(num_blocks(self.rows, self.columns, block))))
@@ -72,21 +72,21 @@ class CastItem:
 
 @dataclass(frozen=True, slots=True)
 class CopyItem:
-    """One rectangle of an engine's parameters and where in the bucket its elements are."""
+    """A view of an engine's parameter, and where its elements are in the bucket."""
 
     dst: Tensor
-    """Any view of a live parameter, any strides.  The table writes this memory at every copy; a parameter that has
-    moved needs a new table."""
+    """A view of a live parameter, of any strides.  The table writes this memory at every copy; if the parameter moves,
+    the table must be rebuilt."""
     src_offset: int
     """First byte of element 0 in the bucket; a multiple of the source's element size."""
     src_strides: tuple[int, ...]
-    """Elements in the bucket from one index of ``dst`` to the next, for each of its dimensions."""
+    """Strides in the bucket, in elements, one for each dimension of ``dst``."""
     src_dtype: torch.dtype
     """Dtype in the bucket; elements are cast if ``dst`` has another dtype."""
 
     @property
     def end(self) -> int:
-        """The first byte after the last element."""
+        """Offset of the first byte after the last element."""
         if self.dst.numel() == 0:
             return self.src_offset
         last = sum((size - 1) * stride for size, stride in zip(self.dst.shape, self.src_strides, strict=True))
@@ -98,9 +98,9 @@ def _check_bucket(bucket: Tensor, num_bytes: int, device: torch.device | None) -
     if bucket.dtype != torch.uint8 or bucket.dim() != 1 or not bucket.is_contiguous():
         raise ValueError(f"a bucket is a flat uint8 tensor; got {bucket.dtype} of shape {list(bucket.shape)}")
     if bucket.numel() < num_bytes:
-        raise ValueError(f"the bucket has {bucket.numel()} bytes; the items of this table need {num_bytes}")
+        raise ValueError(f"the bucket has {bucket.numel()} bytes; this table needs {num_bytes}")
     if device is not None and bucket.device != device:
-        raise ValueError(f"the bucket is on {bucket.device}; the tensors of this table on {device}")
+        raise ValueError(f"the bucket is on {bucket.device}; the tensors of this table are on {device}")
 
 
 def _out_dtype(item: CastItem, out_dtype: torch.dtype) -> torch.dtype:
@@ -110,7 +110,7 @@ def _out_dtype(item: CastItem, out_dtype: torch.dtype) -> torch.dtype:
 
 
 def _rows_of(item: CastItem) -> Tensor:
-    """Return the item's matrix, ``[rows, columns]``; a view where the rows follow each other."""
+    """Return the item's matrix, ``[rows, columns]``; a view if its rows are consecutive."""
     if item.row_run >= item.rows:
         return item.source[: item.rows]
     row = torch.arange(item.rows, device=item.source.device)
@@ -121,7 +121,7 @@ def run_in_torch(item: CastItem, out: Tensor, out_dtype: torch.dtype, block: tup
     """Write one item into the bucket in plain torch, as the reference for the kernels."""
     matrix = _rows_of(item).detach()
     if item.is_fp8:
-        assert item.scale_offset is not None  # checked
+        assert item.scale_offset is not None
         quantized, scale = quantize_block(matrix, block, ue8m0=item.kind == "fp8_block_ue8m0")
         _write(out, item.out_offset, quantized)
         _write(out, item.scale_offset, scale)
@@ -144,7 +144,7 @@ def differing_bytes(item: CopyItem, flat: Tensor) -> Tensor:
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of equal shape and dtype have equal bytes, without making temporary tensors."""
+    """Return whether two tensors of equal shape and dtype have equal bytes, without temporary tensors."""
     if all(t.is_contiguous() and t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0 for t in (one, other)):
         return torch.equal(one.view(-1).view(torch.int64), other.view(-1).view(torch.int64))
     word = _WORDS[one.element_size()]
@@ -152,7 +152,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def source_view(item: CopyItem, flat: Tensor) -> Tensor:
-    """Return the item's elements in the bucket, as a view of the shape of ``dst``."""
+    """Return a view of the item's elements in the bucket, in the shape of ``dst``."""
     data = flat[item.src_offset : item.end].view(item.src_dtype)
     return data.as_strided(tuple(item.dst.shape), item.src_strides)
 
@@ -161,12 +161,13 @@ class CastTable:
     """Writes its items into a bucket; reusable.
 
     Args:
-        items: of parameters on one device, or in pinned host memory.
-        block: rows and columns that share a scale.
-        use_triton: None takes Triton for CUDA tensors; True is for tests of the kernels in Triton's interpreter.
-        device: of the bucket; None for the items' device.  A GPU reads pinned host memory over the bus.
-        segments: offset and bytes of what :meth:`run_with_digests` gives digests of; None for every matrix and every
-            array of scales, in the order of the items.
+        items: the sources are on one device, or in pinned host memory.
+        out_dtype: dtype of items of the kind ``cast``.
+        block: rows and columns of an FP8 block, which shares a scale.
+        use_triton: None selects Triton for CUDA tensors; True is for tests in Triton's interpreter.
+        device: device of the bucket; None for the device of the items.  A GPU reads pinned host memory over the bus.
+        segments: ``(offset, bytes)`` of the segments that :meth:`run_with_digests` digests; None for every matrix and
+            every array of scales, in the order of the items.
     """
 
     def __init__(
@@ -200,9 +201,9 @@ class CastTable:
             self._launch = CastLaunch(self.items, out_dtype, block, self.segments, device=self.device)
 
     def run(self, out: Tensor) -> None:
-        """Fill the bucket ``out`` (flat, uint8, at least :attr:`num_bytes`) from what the parameters hold now.
+        """Fill the bucket ``out`` (flat, uint8, at least :attr:`num_bytes`) from the current parameters.
 
-        Bytes between the items are left as they are.  On a GPU this returns before the work is done.
+        Bytes between the items stay unchanged.  On a GPU the work is asynchronous.
 
         Raises:
             ValueError: ``out`` is too small, not flat bytes, or on another device.
@@ -215,10 +216,10 @@ class CastTable:
             run_in_torch(item, out, self.out_dtype, self.block)
 
     def run_with_digests(self, out: Tensor) -> Tensor:
-        """Run, and return the digests of the :attr:`segments` as ``DigestTable`` would, at less than its cost.
+        """Run, and return the digests of the :attr:`segments`, at a lower cost than a ``DigestTable``.
 
         Returns:
-            int64 ``[segments]``, the unsigned values wrapped (:func:`as_unsigned`).
+            int64 ``[segments]``: unsigned values stored as signed (see :func:`as_unsigned`).
 
         Raises:
             ValueError: as :meth:`run`.
@@ -232,11 +233,11 @@ class CastTable:
 
 
 class CopyTable:
-    """Copies a bucket into its items, or compares them with it; reusable.
+    """Copies a bucket into its items, or compares the two; reusable.
 
     Args:
-        items: destinations on one device; no element is in two of them.
-        use_triton: None takes Triton for CUDA tensors; True is for tests of the kernels in Triton's interpreter.
+        items: the destinations are on one device and do not overlap.
+        use_triton: None selects Triton for CUDA tensors; True is for tests in Triton's interpreter.
     """
 
     def __init__(self, items: Sequence[CopyItem], *, use_triton: bool | None = None) -> None:
@@ -259,8 +260,7 @@ class CopyTable:
     def copy(self, flat: Tensor) -> None:
         """Write every item from the bucket ``flat`` (flat, uint8).
 
-        The bucket may lie in the memory of another GPU that this one can reach.  On a GPU this returns before the work
-        is done.
+        The bucket may be in the memory of another GPU that this one can access.  On a GPU the work is asynchronous.
 
         Raises:
             ValueError: ``flat`` is too small or not flat bytes.
@@ -273,10 +273,10 @@ class CopyTable:
             item.dst.detach().copy_(source_view(item, flat))
 
     def count_differences(self, flat: Tensor) -> Tensor:
-        """Count the bytes of each destination that differ from those :meth:`copy` would write.
+        """Count the bytes of each destination that differ from the bytes :meth:`copy` would write.
 
         Returns:
-            int64 ``[items]`` on the device of the destinations; on a GPU before the work is done.
+            int64 ``[items]`` on the device of the destinations; on a GPU the work is asynchronous.
 
         Raises:
             ValueError: as :meth:`copy`.
@@ -291,12 +291,12 @@ class CopyTable:
 
 
 class DigestTable:
-    """Digests of the same segments of one bucket after another.
+    """Computes digests of fixed segments of a bucket; reusable for further buckets.
 
     Args:
         offsets: first byte of each segment; on a GPU a multiple of 8.
         lengths: bytes of each segment.
-        use_triton: None takes Triton on CUDA; True is for tests of the kernel in Triton's interpreter.
+        use_triton: None selects Triton on CUDA; True is for tests in Triton's interpreter.
     """
 
     def __init__(
@@ -322,8 +322,10 @@ class DigestTable:
             self._launch = DigestLaunch(self.offsets, self.lengths, self.device)
 
     def run(self, flat: Tensor) -> Tensor:
-        """Return digests of the segments of ``flat`` (flat, uint8) as int64, the unsigned value wrapped; see
-        :func:`as_unsigned`.  On a GPU this returns before the work is done.
+        """Return the digests of the segments of ``flat`` (flat, uint8), asynchronously on a GPU.
+
+        Returns:
+            int64 ``[segments]``: unsigned values stored as signed (see :func:`as_unsigned`).
 
         Raises:
             ValueError: ``flat`` is too small or not flat bytes.
@@ -336,5 +338,5 @@ class DigestTable:
 
 
 def as_unsigned(digests: Tensor) -> list[int]:
-    """Return the digests as unsigned ints, like ``digest_bytes``; waits for the device."""
+    """Return the digests as unsigned ints, like ``digest_bytes``.  Synchronizes with the device."""
     return [value & MASK_64 for value in digests.tolist()]

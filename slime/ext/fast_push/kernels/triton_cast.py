@@ -1,24 +1,24 @@
-"""The launch of ``CastTable``: blocks of FP8, casts and copies of a whole bucket by one kernel.
+"""The Triton kernel of ``CastTable``: FP8 quantization, casts and copies of a whole bucket in one launch.
 
-A program works at one tile: one block of FP8, or a piece of a matrix that is copied or cast (``triton_copy``).  With
-digests, tiles of the two usual forms are digested while they are in registers, which spares reading them again;
+Each program processes one tile: one FP8 block, or a piece of a matrix that is copied or cast (``triton_copy``).  With
+digests, tiles of the two usual forms are digested while they are in registers, which avoids reading them again;
 another launch digests the few segments of other forms.
 
-A block of FP8 is read once, its largest magnitude found, divided and written; the bytes are those of
-``quantize.block_fp8``:
+An FP8 block is read once; the program finds its largest magnitude, divides by the scale and writes the result.  The
+bytes equal those of ``quantize.block_fp8``:
 
-* the division by the scale is the exact fp32 quotient.  ``div_rn`` of every element would cost more than reading
-  it; the block has one divisor, so its correctly rounded reciprocal is computed once, and corrections with fused
-  multiply-adds give the correctly rounded quotient: one for dividends of bf16, as all 2**23 x 128 pairs of
-  significands show, two for any (Markstein, "Computation of elementary functions on the IBM RISC System/6000
-  processor", 1990);
+* The division by the scale gives the correctly rounded fp32 quotient.  ``div_rn`` of every element would cost more
+  than reading it.  A block has one divisor, so its correctly rounded reciprocal is computed once, and fused
+  multiply-adds correct the product: one correction suffices for bf16 dividends, as checked for all 2**23 x 128 pairs
+  of significands, and two for any dividend (Markstein, "Computation of elementary functions on the IBM RISC
+  System/6000 processor", 1990).
 * Hopper rounds to e4m3 as torch does, to nearest even.  Before Hopper, and in Triton's interpreter, ``div_rn`` and
-  integer arithmetic take the place of both.
+  integer arithmetic replace both steps.
 
-Rows of bf16 in whole vectors, which is nearly every byte of a push, have their own path, which handles pairs of
-elements as words: fewer registers, so more tiles in flight, and fewer instructions.
+Vector-aligned bf16 rows, nearly every byte of a push, have a path that handles pairs of elements as words: it needs
+fewer registers, so more tiles are in flight, and fewer instructions.
 
-A NaN or an infinity in a block gives NaN, with whatever sign; everything finite is equal to the bit.
+A block with a NaN or an infinity gives NaN, of either sign; finite blocks are bitwise equal.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from slime.ext.fast_push.kernels.triton_digest import DigestLaunch, add_digest
 from slime.weights.digest import WORD_BYTES as DIGEST_BYTES
 from slime.weights.quantize.block_fp8 import FP8_MAX, MIN_ABSMAX, num_blocks
 
-# Forms of FP8 blocks, beside those that move elements; WHOLE: rows of whole vectors.
+# Forms of FP8 blocks, in addition to the forms that move elements.  WHOLE: vector-aligned rows.
 FROM_BF16, FROM_BF16_WHOLE = tl.constexpr(1 << NUM_MOVES), tl.constexpr(2 << NUM_MOVES)
 FROM_FP16, FROM_FP16_WHOLE = tl.constexpr(4 << NUM_MOVES), tl.constexpr(8 << NUM_MOVES)
 FROM_FP32, FROM_FP32_WHOLE = tl.constexpr(16 << NUM_MOVES), tl.constexpr(32 << NUM_MOVES)
@@ -66,25 +66,25 @@ FP8_FROM = {
     torch.float32: (FROM_FP32, FROM_FP32_WHOLE),
 }
 ONE_RUN = 1 << 30
-"""Rows of a run that never ends; a multiple of every block."""
+"""``row_run`` for consecutive rows: larger than any matrix, and a multiple of every block."""
 VECTOR = tl.constexpr(VECTOR_BYTES)
 MAX = tl.constexpr(FP8_MAX)
 FLOOR = tl.constexpr(MIN_ABSMAX)
 CAST_ROWS, CAST_COLUMNS, CAST_WARPS = 8, 512, 8
-"""Tile that is copied or cast, in four-byte words or elements, and warps of a program: the fastest on an H100."""
+"""Tile of a copy or cast, in four-byte words or elements, and warps of a program: the fastest on an H100."""
 MAX_REGISTERS = 64
-"""Of a thread, so that four programs fit a multiprocessor."""
+"""Registers per thread; with 64, four programs fit on a multiprocessor."""
 
 
 @triton.jit
 def _round_to_e4m3(value):
-    """Round fp32 values of magnitude 448 or a rounding error more to e4m3 bytes, in integer arithmetic."""
+    """Round fp32 values to e4m3 bytes in integer arithmetic.  Magnitudes may exceed 448 by a rounding error only."""
     bits = value.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
-    # 20 of 23 bits of the mantissa go, to nearest even; the exponent's bias falls from 127 to 7.
+    # Drop 20 of the 23 mantissa bits, rounding to nearest even; the exponent's bias goes from 127 to 7.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2**-6 the spacing is 2**-9, as in fp32 from 2**14 on: the addition rounds.
+    # Below 2**-6, e4m3 values are 2**-9 apart, as are fp32 values from 2**14 on, so adding 2**14 rounds.
     small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < 0x3C800000, small, tl.minimum(normal, 0x7E))
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)
@@ -93,28 +93,28 @@ def _round_to_e4m3(value):
 
 @triton.jit
 def _reciprocal_of(scale):
-    """Return 1 / scale, correctly rounded, and the scale of the corrections."""
-    # Against an infinite scale the remainder would be NaN; the quotient of a finite number is zero.
+    """Return 1 / scale, correctly rounded, and the divisor for ``_corrected``."""
+    # With an infinite scale the remainder would be NaN; divisor 0 keeps the quotient of a finite number, zero.
     return tl.div_rn(1.0, scale), tl.where(scale == float("inf"), 0.0, scale)
 
 
 @triton.jit
 def _corrected(quotient, x, reciprocal, scale):
-    """Return the quotient corrected by its remainder, divided too.
+    """Return the quotient plus its remainder times the reciprocal.
 
-    The remainder is taken with the opposite sign: so a quotient of -0.0 stays what it is, and -x costs nothing.
+    Both factors are negated: this keeps a quotient of -0.0, and the negations are free.
     """
     return tl.fma(tl.fma(quotient, scale, x * -1.0), reciprocal * -1.0, quotient)
 
 
 @triton.jit
 def _quotient_in_e4m3(x, scale, ON_HOPPER: tl.constexpr):
-    """Return the e4m3 bytes of fp32 ``x`` divided by one fp32 number."""
+    """Return ``x / scale`` as e4m3 bytes; ``x`` is an fp32 tile, ``scale`` an fp32 scalar."""
     if ON_HOPPER:
         reciprocal, divisor = _reciprocal_of(scale)
         quotient = _corrected(x * reciprocal, x, reciprocal, divisor)
         quotient = _corrected(quotient, x, reciprocal, divisor)
-        # The instruction saturates, so that 448 and a rounding error is 448.
+        # The instruction saturates, so 448 plus a rounding error gives 448.
         code = quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         code = _round_to_e4m3(tl.div_rn(x, tl.zeros_like(x) + scale))
@@ -125,14 +125,14 @@ def _quotient_in_e4m3(x, scale, ON_HOPPER: tl.constexpr):
 def _scale_of(absmax, is_ue8m0):
     scale = tl.div_rn(tl.maximum(absmax, FLOOR, propagate_nan=tl.PropagateNan.ALL), MAX)
     bits = scale.to(tl.int32, bitcast=True)
-    # A mantissa that is not zero carries into the exponent; NaN and infinity stay.
+    # Round up to a power of two: a non-zero mantissa carries into the exponent.  NaN and infinity stay.
     rounded = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where((is_ue8m0 != 0) & (bits < 0x7F800000), rounded, scale)
 
 
 @triton.jit
 def _source_rows(first, run, run_stride, BLOCK_ROWS: tl.constexpr):
-    """Return the rows of the source after those of a block: the first, and the distance of each from it."""
+    """Return the source row of a block's first row, and the offset of every row's source from it."""
     offset = tl.arange(0, BLOCK_ROWS)
     first_source = first // run * run_stride + first % run
     if run % BLOCK_ROWS != 0:
@@ -146,11 +146,14 @@ def quantize_block_of(
     descriptor, tile, out, TYPE: tl.constexpr, SIZE: tl.constexpr, IS_WHOLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ON_HOPPER: tl.constexpr,
 ):  # fmt: skip
-    """Quantize one block: TYPE and SIZE in bytes of the source's elements; IS_WHOLE when lengths are in vectors.
+    """Quantize one block.
 
-    Of the descriptor's fields, those of strides of columns and of the target's rows hold: rows of a run, rows from run
-    to run, offset of the scales.  LAST is twice the segment of the digest, and one for scales that are powers of two;
-    POSITION is the place of the first word in the segment.
+    TYPE and SIZE are the dtype of the source and its bytes per element.  With IS_WHOLE, columns and strides of the
+    descriptor count vectors.
+
+    Three fields of the descriptor have other meanings here: SRC_COLUMN is ``row_run``, DST_ROW is ``run_stride``, and
+    DST_COLUMN is the offset of the scales.  LAST is twice the segment of the digest, plus one for power-of-two scales;
+    POSITION is the index of the first word within the segment.
     """
     _, _, across, rows, columns, src, stride, run, dst, run_stride, scales, last, _ = descriptor
     first = tile // across * BLOCK_ROWS
@@ -164,12 +167,12 @@ def quantize_block_of(
         quantized = tl.multiple_of(quantized, VECTOR)
         columns *= VECTOR
         stride *= VECTOR // SIZE
-    # A whole matrix may have more elements than 2**31, a block's rows have not.
+    # A matrix may have more than 2**31 elements; the rows of a block have fewer.
     source += first_source.to(tl.int64) * stride
     quantized += first.to(tl.int64) * columns
     mask = (first + row < rows)[:, None] & (column < columns)
     x = tl.load(source + (source_row * stride.to(tl.int32))[:, None] + column, mask=mask, other=0.0).to(tl.float32)
-    # As integers the bits have the order of the magnitudes, NaN above all.
+    # Without the sign, fp32 bits compared as integers order by magnitude, with NaN largest.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     scale = _scale_of(largest.to(tl.float32, bitcast=True), last & 1)
     tl.store((out + scales).to(tl.pointer_type(tl.float32), bitcast=True) + tile, scale)
@@ -178,7 +181,7 @@ def quantize_block_of(
 
 @triton.jit
 def _larger_halves(a, b):
-    """Return the maxima of both unsigned halves of two words."""
+    """Return the maximum of the two words' unsigned 16-bit halves, for each half."""
     return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
@@ -186,9 +189,9 @@ def _larger_halves(a, b):
 def quantize_pairs(
     descriptor, tile, out, sums, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, DIGEST: tl.constexpr
 ):
-    """Quantize one bf16 block in whole vectors, on Hopper: two elements a word, until each is divided.
+    """Quantize one vector-aligned bf16 block on Hopper, as words of two elements up to the division.
 
-    With DIGEST the bytes that are written are digested before they leave.
+    With DIGEST, also add the written bytes to the segment's digest.
     """
     _, _, across, rows, columns, src, stride, run, dst, run_stride, scales, last, position = descriptor
     first = tile // across * BLOCK_ROWS
@@ -231,8 +234,8 @@ def quantize_pairs(
 def _copy_words(
     descriptor, tile, out, sums, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy one tile of the form WORDS and digest it: LAST holds the segment, POSITION where in it the descriptor's
-    first 64 bits are."""
+    """Copy one tile of the form WORDS and digest it.  LAST is the segment; POSITION is the index within it of the
+    descriptor's first 64-bit word."""
     _, _, across, rows, columns, src, src_row, _, dst, dst_row, _, segment, position = descriptor
     row = ((tile // across).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS))[:, None]
     column = (tile % across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS))[None, :]
@@ -253,7 +256,7 @@ def _cast_kernel(  # noqa: C901 - one branch for each form
     out, owner, table, sums, FORMS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ON_HOPPER: tl.constexpr, DIGEST: tl.constexpr,
 ):  # fmt: skip
-    """Cast one tile per program.  Forms that the table lacks are not compiled."""
+    """Cast one tile per program.  Only the table's FORMS are compiled."""
     program = tl.program_id(0)
     descriptor = load_descriptor(table + tl.load(owner + program).to(tl.int64) * FIELDS)
     form = descriptor[0]
@@ -291,7 +294,7 @@ def _cast_kernel(  # noqa: C901 - one branch for each form
 
 
 class CastLaunch:
-    """The table of one list of items, on their device or on one that can read them."""
+    """A ``CastTable``'s descriptors, on the items' device or on one that can read them."""
 
     def __init__(
         self,
@@ -307,7 +310,7 @@ class CastLaunch:
         is_cuda = self.device.type == "cuda"
         self.on_hopper = is_cuda and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self.in_torch: list[CastItem] = []
-        """Items that no kernel covers: a rare dtype, or a block whose sides are no powers of two."""
+        """Items that no kernel covers: a rare dtype, or a block whose sides are not powers of two."""
         descriptors: list[list[int]] = []
         tiles: list[int] = []
         written: list[tuple[CastItem, list[list[int]]]] = []
@@ -320,7 +323,7 @@ class CastLaunch:
             segments = [segment for item in items for segment in item.segments(out_dtype, block)]
         self.segments = segments
         self._apart = self._assign_segments(written)
-        """Segments that are digested after they were written."""
+        """Segments that a second launch digests."""
         self._digest_apart: DigestLaunch | None = None
         self.forms = _few_masks(functools.reduce(operator.or_, (row[0] for row in descriptors), 0))
         if descriptors:
@@ -332,7 +335,7 @@ class CastLaunch:
         self._run(out, None)
 
     def run_with_digests(self, out: Tensor) -> Tensor:
-        # One more, for what is in no segment.
+        # The extra sum takes the bytes outside all segments.
         sums = torch.zeros(len(self.segments) + 1, dtype=torch.int64, device=self.device)
         self._run(out, sums)
         if self._apart:
@@ -345,7 +348,7 @@ class CastLaunch:
 
     def _run(self, out: Tensor, sums: Tensor | None) -> None:
         if out.data_ptr() % VECTOR_BYTES:
-            raise ValueError(f"the bucket starts at an address that is no multiple of {VECTOR_BYTES}")
+            raise ValueError(f"the bucket's address is not a multiple of {VECTOR_BYTES}")
         if self.forms:
             with on_device(self.device):
                 _cast_kernel[(len(self.owner),)](
@@ -367,7 +370,7 @@ class CastLaunch:
             run_in_torch(item, out, self.out_dtype, self.block)
 
     def _assign_segments(self, written: Sequence[tuple[CastItem, list[list[int]]]]) -> list[int]:
-        """Tell the descriptors of each item where its digest goes; the segments that they do not digest as a whole."""
+        """Set the digest fields of each item's descriptors; return the segments that they do not fully digest."""
         usual = {WORDS.value, FROM_BF16_WHOLE.value} if self.on_hopper else {WORDS.value}
         order = sorted(range(len(self.segments)), key=self.segments.__getitem__)
         starts = [self.segments[index][0] for index in order]
@@ -395,7 +398,7 @@ class CastLaunch:
         stride = item.source.stride(0) if item.source.size(0) > 1 else 0
         is_plain = item.row_run >= item.rows
         run, run_stride = (ONE_RUN, 0) if is_plain else (item.row_run, item.run_stride)
-        # In a block the kernel counts elements of the source with 32 bits.
+        # Within a block, the kernel's source offsets have 32 bits.
         crossings = 0 if run % self.block[0] == 0 else self.block[0] // run + 1
         span = stride * (self.block[0] + crossings * run_stride)
         if forms is None or any(side & (side - 1) for side in self.block) or span >= 1 << 31:
@@ -404,12 +407,12 @@ class CastLaunch:
         assert item.scale_offset is not None  # checked by the table
         address = item.source.data_ptr()
         columns = item.columns
-        # One byte an element is written, so rows of whole vectors are whole vectors at both sides.
+        # The output has one byte per element, so the number of columns is its row length in bytes.
         is_whole = is_aligned(address, stride * size, item.out_offset, columns)
         if is_whole:
             columns, stride = columns // VECTOR_BYTES, stride * size // VECTOR_BYTES
         down, across = num_blocks(item.rows, item.columns, self.block)
-        # As quantize_block_of reads them.
+        # In the order that quantize_block_of reads.
         fields = [forms[is_whole].value, 0, across, item.rows, columns, address, stride, run, item.out_offset]
         fields.append(run_stride)
         return [[*fields, item.scale_offset, int(item.kind == "fp8_block_ue8m0"), 0]], [down * across]
@@ -430,7 +433,7 @@ class CastLaunch:
 
 
 def _few_masks(forms: int) -> int:
-    """Return the forms to compile a kernel for: the usual ones too, so that most tables share one of two kernels."""
+    """Add the usual forms to a mask, so that most tables share one of two compiled kernels."""
     if not forms:
         return 0
     return forms | WORDS.value | (0 if forms <= MOVES.value else FROM_BF16_WHOLE.value)

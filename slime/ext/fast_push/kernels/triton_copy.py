@@ -1,7 +1,7 @@
-"""Tiles of matrices copied, cast or compared, which all kernels of the tables share; the launches of ``CopyTable``.
+"""Copying, casting and comparing tiles of matrices, shared by the tables' kernels; and the kernel of ``CopyTable``.
 
-A *form* says how the elements of a descriptor are read and written.  Kernels are compiled for the forms that a table
-has, as a bit mask; what a table does not need costs no registers.
+A *form* is the way in which a descriptor's elements are read and written.  Kernels are compiled for the forms that a
+table has, given as a bit mask; unused forms cost no registers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slime.ext.fast_push.kernels.tables import CopyItem, differing_bytes, source
 COPY_ROWS, COPY_COLUMNS, COPY_WARPS = 8, 256, 4
 """Tile of a copy, in four-byte words or elements, and warps of its program: the fastest on an H100."""
 
-# Descriptors are rows of int64.  These fields are the same in every table.
+# Fields of a descriptor, a row of int64; the same in every table.
 FORM = tl.constexpr(0)
 FIRST_TILE = tl.constexpr(1)
 TILES_PER_ROW = tl.constexpr(2)
@@ -46,11 +46,11 @@ LAST = tl.constexpr(11)
 POSITION = tl.constexpr(12)
 FIELDS = tl.constexpr(13)
 
-# Forms are bits, so that those of a table make a mask.
+# Forms are bits, so that the forms of a table combine into a mask.
 WORDS = tl.constexpr(1 << 0)
-"""Bytes as they are, in whole vectors; lengths and row strides in vectors, columns contiguous."""
+"""Unchanged bytes of vector-aligned, contiguous rows; lengths and row strides are in vectors."""
 SIZE_1, SIZE_2 = tl.constexpr(1 << 1), tl.constexpr(1 << 2)
-"""Elements as they are, by their size in bytes."""
+"""Unchanged elements, by their size in bytes."""
 SIZE_4, SIZE_8 = tl.constexpr(1 << 3), tl.constexpr(1 << 4)
 BF16_TO_FP16, BF16_TO_FP32 = tl.constexpr(1 << 5), tl.constexpr(1 << 6)
 FP16_TO_BF16, FP16_TO_FP32 = tl.constexpr(1 << 7), tl.constexpr(1 << 8)
@@ -72,7 +72,7 @@ UNIT = tl.constexpr(VECTOR_WORDS)
 
 @triton.jit
 def _bytes_that_differ(a, b, SIZE: tl.constexpr):
-    """Count the bytes in which two tiles of unsigned integers of SIZE bytes differ."""
+    """Count the bytes that differ between two tiles of unsigned integers of SIZE bytes."""
     difference = a ^ b
     count = tl.sum((difference != 0).to(tl.int32))
     if count > 0:
@@ -108,8 +108,11 @@ def _move(
     descriptor, row, column, base_src, base_dst, FROM: tl.constexpr, TO: tl.constexpr, BITS: tl.constexpr,
     SIZE: tl.constexpr, UNIT: tl.constexpr, COMPARE: tl.constexpr,
 ):  # fmt: skip
-    """Move a tile in one form.  FROM, TO: how elements are read and written; BITS: the unsigned integer of TO's SIZE
-    bytes; UNIT: elements in which lengths are given."""
+    """Move a tile in one form.
+
+    FROM, TO: dtypes that are read and written.  SIZE: bytes of TO.  BITS: the unsigned integer of that size.
+    UNIT: elements per unit of the descriptor's lengths and strides.
+    """
     _, _, _, rows, columns, _, src_row, src_column, _, dst_row, dst_column, _, _ = descriptor
     src = base_src.to(tl.pointer_type(FROM), bitcast=True)
     dst = base_dst.to(tl.pointer_type(TO), bitcast=True)
@@ -140,18 +143,18 @@ def move_tile(  # noqa: C901 - one branch for each form
     """Copy or cast one tile of a descriptor; with COMPARE only count the bytes that would change.
 
     Args:
-        base_src, base_dst: pointers to bytes, of element (0, 0).
+        base_src, base_dst: byte pointers to element (0, 0).
 
     Returns:
         Bytes that differ; 0 without COMPARE.
     """
     form = descriptor[0]
     across = descriptor[2]
-    # Rows times strides may pass 2**31.
+    # A row times its stride may exceed 2**31.
     row = ((tile // across).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS))[:, None]
     column = (tile % across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS))[None, :]
     count = tl.full((), 0, tl.int32)
-    # A form that the table lacks is not compiled.
+    # The outer conditions are constexpr: forms outside FORMS are not compiled.
     if WORDS & FORMS:
         if form == WORDS:
             count = _move(
@@ -203,7 +206,7 @@ def move_tile(  # noqa: C901 - one branch for each form
 
 
 def form_of(src_dtype: torch.dtype, dst_dtype: torch.dtype) -> int | None:
-    """Return the form that moves single elements; None for a cast that no kernel has."""
+    """Return the form that moves single elements; None for a cast without a kernel."""
     same = src_dtype == dst_dtype
     form = SAME.get(src_dtype.itemsize) if same else CASTS.get((src_dtype, dst_dtype))
     return None if form is None else form.value
@@ -212,16 +215,17 @@ def form_of(src_dtype: torch.dtype, dst_dtype: torch.dtype) -> int | None:
 def move_descriptors(
     matrix: Copy2D, src_dtype: torch.dtype, dst_dtype: torch.dtype, tile: tuple[int, int], last: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Return the descriptors of one matrix, in the widest form that fits, and the number of their tiles.
+    """Return the descriptors of one matrix, in the widest form that fits, and the number of tiles of each.
 
     Args:
-        matrix: of elements of the two dtypes, which have a form.
+        src_dtype, dst_dtype: a pair for which :func:`form_of` is not None.
         tile: rows and columns of a tile, in words or elements.
+        last: value of the field LAST.
     """
     words = in_words(matrix, src_dtype.itemsize) if src_dtype == dst_dtype else None
     parts = words or as_lines(matrix, src_dtype.itemsize, dst_dtype.itemsize)
     scale, form = (VECTOR_WORDS, WORDS.value) if words else (1, form_of(src_dtype, dst_dtype))
-    assert form is not None  # the caller has asked
+    assert form is not None  # checked by the caller
     descriptors, counts = [], []
     for part in parts:
         across = -(-part.columns // tile[1])
@@ -235,7 +239,7 @@ def move_descriptors(
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return the context to launch kernels in; Triton's interpreter, which tests use, takes CPU tensors."""
+    """Return the context to launch kernels in; tests pass CPU tensors to Triton's interpreter."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -255,13 +259,13 @@ def _copy_kernel(
 
 
 class CopyLaunch:
-    """The table of one list of items on their device."""
+    """A ``CopyTable``'s descriptors, on the items' device."""
 
     def __init__(self, items: Sequence[CopyItem]) -> None:
         self.items = items
         self.device = items[0].dst.device
         self.in_torch: list[int] = []
-        """Items whose cast no kernel has."""
+        """Indices of the items whose cast has no kernel."""
         descriptors: list[list[int]] = []
         tiles: list[int] = []
         for index, item in enumerate(items):
@@ -282,7 +286,7 @@ class CopyLaunch:
                 )
                 descriptors += rows
                 tiles += counts
-        # Nearly every table has words; with them in all there are fewer kernels to compile.
+        # Nearly every table has WORDS; adding it to all leaves fewer kernels to compile.
         self.forms = functools.reduce(operator.or_, (row[0] | WORDS.value for row in descriptors), 0)
         if descriptors:
             table = torch.tensor(descriptors, dtype=torch.int64, device=self.device)
@@ -306,7 +310,7 @@ class CopyLaunch:
         if not self.forms:
             return
         if flat.data_ptr() % VECTOR_BYTES:
-            raise ValueError(f"the bucket starts at an address that is no multiple of {VECTOR_BYTES}")
+            raise ValueError(f"the bucket's address is not a multiple of {VECTOR_BYTES}")
         with on_device(self.device):
             _copy_kernel[(len(self.owner),)](
                 flat,

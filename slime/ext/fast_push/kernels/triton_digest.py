@@ -1,4 +1,4 @@
-"""The launch of ``DigestTable``: sums of mixed 64-bit words, many segments at once."""
+"""The kernel of ``DigestTable``: sums of mixed 64-bit words, for many segments in one launch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MULTIPLIER_1 = tl.constexpr(digest.MULTIPLIER_1)
 MULTIPLIER_2 = tl.constexpr(digest.MULTIPLIER_2)
 WORD_BYTES = tl.constexpr(digest.WORD_BYTES)
 TILE_WORDS, NUM_WARPS = 2048, 4
-"""Words of 64 bits, and warps, of one program: the fastest on an H100."""
+"""64-bit words per program, and its warps: the fastest on an H100."""
 
 
 @triton.jit
 def mix(word, position):
-    """Compute ``slime.weights.digest.mix`` of unsigned 64-bit words and positions."""
+    """Compute ``slime.weights.digest.mix`` for unsigned 64-bit words and positions."""
     value = word + (position + 1) * GOLDEN
     value = (value ^ (value >> 30)) * MULTIPLIER_1
     value = (value ^ (value >> 27)) * MULTIPLIER_2
@@ -32,21 +32,21 @@ def mix(word, position):
 
 @triton.jit
 def add_digest(sums, segment, word, position, exists):
-    """Add a tile of words to the digest of a segment.  All of one shape; unsigned, 64 bits."""
+    """Add a tile of words to the digest of a segment.  Words and positions are uint64, all tiles of one shape."""
     total = tl.sum(tl.where(exists, mix(word, position), 0))
     tl.atomic_add(sums + segment, total.to(tl.int64, bitcast=True))
 
 
 @triton.jit
 def _digest_kernel(flat, owner, segments, sums, UNIT: tl.constexpr, TILE: tl.constexpr):
-    """Digest one tile of one segment per program.  ``segments``: first tile, offset in UNIT bytes, bytes."""
+    """Digest one tile of one segment per program.  Row of ``segments``: first tile, offset in UNIT bytes, bytes."""
     program = tl.program_id(0)
     segment = tl.load(owner + program)
     fields = segments + segment.to(tl.int64) * 3
     begin = (program - tl.load(fields)) * TILE
     data = flat + tl.load(fields + 1) * UNIT
     num_bytes = tl.load(fields + 2)
-    # Pairs of words, the widest load.
+    # Pairs of words, for the widest load.
     num_paired = num_bytes // (2 * WORD_BYTES) * 2
     index = begin + tl.arange(0, TILE)
     words = tl.multiple_of(data.to(tl.pointer_type(tl.uint64), bitcast=True), UNIT)
@@ -54,7 +54,7 @@ def _digest_kernel(flat, owner, segments, sums, UNIT: tl.constexpr, TILE: tl.con
     word = tl.load(words + index, mask=is_paired, other=0)
     total = tl.sum(tl.where(is_paired, mix(word, index.to(tl.uint64)), 0))
     if begin + TILE > num_paired:
-        # The bytes after the last pair, filled up with zeros: in the last tile, or in a tile after it.
+        # The bytes after the last pair, padded with zeros.
         rest_word = num_paired + tl.arange(0, 2)
         byte = tl.arange(0, WORD_BYTES)
         where = rest_word[:, None] * WORD_BYTES + byte[None, :]
@@ -65,11 +65,13 @@ def _digest_kernel(flat, owner, segments, sums, UNIT: tl.constexpr, TILE: tl.con
 
 
 class DigestLaunch:
-    """The table of one list of segments on a device."""
+    """A ``DigestTable``'s segments, on a device."""
 
     def __init__(self, offsets: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
         if any(offset % WORD_BYTES.value for offset in offsets):
-            raise ValueError(f"segments start at multiples of {WORD_BYTES.value} bytes")
+            raise ValueError(
+                f"segments must start at multiples of {WORD_BYTES.value} bytes; offsets are {list(offsets)}"
+            )
         self.device = device
         self.unit = 16 if is_aligned(*offsets) else WORD_BYTES.value
         tiles = [-(-length // (TILE_WORDS * WORD_BYTES.value)) for length in lengths]
@@ -83,7 +85,7 @@ class DigestLaunch:
 
     def run(self, flat: Tensor) -> Tensor:
         if flat.data_ptr() % self.unit:
-            raise ValueError(f"the bucket starts at an address that is no multiple of {self.unit}")
+            raise ValueError(f"the bucket's address is not a multiple of {self.unit}")
         sums = torch.zeros(len(self.segments), dtype=torch.int64, device=self.device)
         if len(self.owner):
             with on_device(self.device):

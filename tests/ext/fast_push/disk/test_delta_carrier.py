@@ -23,7 +23,7 @@ def push_versions(root: Path, *, keeps_files: bool) -> list[bool]:
     with HfFolderWriter(root / "model", assets_from=None) as writer:
         writer.add("weight", torch.zeros(6, 4))
     options = DiskOptions(
-        root=root / "shared", model=root / "model", has_copies=False, keeps_files=keeps_files, goes_on=False,
+        root=root / "shared", model=root / "model", has_copies=False, keeps_files=keeps_files, continues_run=False,
         encoding="xor", checksum="xxh3-128",
     )  # fmt: skip
     carrier = DeltaCarrier(TrainerRanks(), options)

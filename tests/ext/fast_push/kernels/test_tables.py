@@ -74,7 +74,7 @@ SOURCE = torch.zeros(4, 8)
 
 def test_a_bucket_that_is_too_small_is_refused():
     table = CastTable([CastItem(SOURCE, 4, 0, 4, 0, "copy")], torch.bfloat16)
-    with pytest.raises(ValueError, match="the bucket has 127 bytes; the items of this table need 128"):
+    with pytest.raises(ValueError, match="the bucket has 127 bytes; this table needs 128"):
         table.run(torch.zeros(127, dtype=torch.uint8))
     with pytest.raises(ValueError, match="flat uint8"):
         table.run(torch.zeros(128))
