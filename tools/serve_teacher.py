@@ -24,7 +24,6 @@ import torch.distributed as dist
 from aiohttp import web
 
 from slime.ext.distill.flags import TeacherServerConfig
-from slime.flags.config import read_config
 from slime.flags.security import secret_of_file
 from slime.utils.aiohttp_threaded import door, run_app_in_thread
 from slime.utils.files import language_config, read_model_config
@@ -42,7 +41,7 @@ def serve(args: Namespace) -> None:
     from slime.ext.distill.server import MegatronServer
     from slime.ray.parts import load_all
 
-    config = read_config(TeacherServerConfig, args)
+    config = TeacherServerConfig.of(args)
     args = join_world(with_layout(args))
     has_secret = args.job_secret_file and dist.get_rank() == 0
     secret = secret_of_file(Path(args.job_secret_file), "--job-secret-file") if has_secret else None

@@ -33,18 +33,17 @@ if __name__ == "__main__":
 from slime.compose import parts, run  # noqa: E402
 from slime.ext.training_api.command import allow_connections, read_keys, serve, settings_of  # noqa: E402
 from slime.ext.training_api.megatron_backend import check_service, max_length, start_backend  # noqa: E402
-from slime.flags.config import read_config  # noqa: E402
 
 
 def check(args: Namespace) -> None:
     """Refuse flags with which no service can run."""
     check_service(args)
-    read_keys(read_config(TrainingApiConfig, args))
+    read_keys(TrainingApiConfig.of(args))
 
 
 def serve_job(args: Namespace) -> None:
     """Start trainer and engines, and serve."""
-    config = read_config(TrainingApiConfig, args)
+    config = TrainingApiConfig.of(args)
     allow_connections()
     backend = start_backend(args, parts(args))
     settings = settings_of(args, max_length=max_length(args))

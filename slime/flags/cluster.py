@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from slime.algorithms.advantages import get_estimator
-from slime.flags.config import backend_flags
+from slime.flags.config import BackendFlags
 from slime.flags.group import FlagGroup, flag_of
 from slime.flags.hub import derive_hub_names
 from slime.flags.kinds import (
@@ -281,7 +281,7 @@ def check_gpus(args: Namespace) -> Iterator[str]:
             "--rollout-num-gpus 0 leaves no GPU for the engines, which --rollout-function-path asks; give at least "
             "--rollout-num-gpus-per-engine, or share the trainer's GPUs with --colocate."
         )
-    per_engine, is_uniform = args.rollout_num_gpus_per_engine, backend_flags(args).sglang_config is None
+    per_engine, is_uniform = args.rollout_num_gpus_per_engine, BackendFlags.of(args).sglang_config is None
     if is_uniform and args.rollout_num_gpus % per_engine:
         yield (
             f"--rollout-num-gpus {args.rollout_num_gpus} is not a multiple of --rollout-num-gpus-per-engine "

@@ -1,8 +1,8 @@
 """Builds configs from a namespace; the only place that reads ``args`` with defaults.
 
 ``args`` from ``parse_args`` is complete, and code that gets it reads ``args.x``.  Plug-ins and tests may call an entry
-point with a partial namespace.  Such an entry point builds the config of its flag group, in which missing attributes
-have the defaults of their flags.
+point with a partial namespace.  Such an entry point builds a ``FlagConfig``, in which missing attributes have the
+defaults of their flags.
 """
 
 from __future__ import annotations
@@ -12,35 +12,43 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self
 
 AddFlags = Callable[[argparse.ArgumentParser], None]
-Config = TypeVar("Config")
 _MISSING = object()
 
 
-def read_config(config_class: type[Config], args: Any, *groups: AddFlags) -> Config:
-    """Return a ``config_class`` whose fields are the attributes of ``args`` with the same names.
+class FlagConfig:
+    """Base of frozen dataclasses whose fields are attributes of ``args``, under the same names.
 
-    Args:
-        config_class: a frozen dataclass.
-        args: a namespace, complete or not.
-        groups: functions that declare the flags.  A missing attribute has the default of its flag, or that of the
-            field if the flag has no default or there is no such flag (a plug-in's path, a flag of the engines).
-
-    Raises:
-        TypeError: neither ``args`` nor a flag nor the class gives a value for a field.
+    ``class RewardConfig(FlagConfig, flags=(add_reward_arguments,))`` names the functions that declare the flags.
     """
-    values = {}
-    for name, default in _fields_of(config_class):  # type: ignore[arg-type]
-        value = getattr(args, name, _MISSING)
-        if value is _MISSING:
-            value = next((d[name] for group in groups if name in (d := flag_defaults(group))), _MISSING)
-            if value is None and default is not dataclasses.MISSING:
-                value = _MISSING  # a required flag
-        if value is not _MISSING:
-            values[name] = value
-    return config_class(**values)
+
+    _flags: ClassVar[tuple[AddFlags, ...]] = ()
+
+    def __init_subclass__(cls, flags: tuple[AddFlags, ...] = ()) -> None:
+        cls._flags = flags
+
+    @classmethod
+    def of(cls, args: Any) -> Self:
+        """Build the config from a namespace, complete or not.
+
+        A missing attribute has the default of its flag, or that of the field if the flag has no default or there is
+        no such flag (a plug-in's path, a flag of the engines).
+
+        Raises:
+            TypeError: neither ``args`` nor a flag nor the class gives a value for a field.
+        """
+        values = {}
+        for name, default in _fields_of(cls):  # type: ignore[arg-type]
+            value = getattr(args, name, _MISSING)
+            if value is _MISSING:
+                value = next((d[name] for group in cls._flags if name in (d := flag_defaults(group))), _MISSING)
+                if value is None and default is not dataclasses.MISSING:
+                    value = _MISSING  # a required flag
+            if value is not _MISSING:
+                values[name] = value
+        return cls(**values)
 
 
 @functools.cache
@@ -57,7 +65,7 @@ def flag_defaults(group: AddFlags) -> Mapping[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BackendFlags:
+class BackendFlags(FlagConfig):
     """Flags of the engines and of Megatron that slime's own checks read.
 
     Flags that were not parsed (the engines' in a run without engines) have the defaults of this class.
@@ -76,8 +84,3 @@ class BackendFlags:
     lr_warmup_iters: int = 0
     lr_decay_iters: int | None = None
     spec: list[str] | None = None
-
-
-def backend_flags(args: Any) -> BackendFlags:
-    """Return the flags of the engines and of Megatron that slime's own checks read."""
-    return read_config(BackendFlags, args)

@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slime.flags.config import backend_flags
+from slime.flags.config import BackendFlags, FlagConfig
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import (
     file_path,
@@ -36,17 +36,6 @@ MAY_GIVE_OTHER_COUNTS = (
 )
 """With one of these flags, the number of samples of a rollout may differ from the one in the flags."""
 LOSS_MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen", "any")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchConfig:
-    """Settings for splitting an optimizer step's samples into micro-batches."""
-
-    use_dynamic_batch_size: bool
-    max_tokens_per_gpu: int | None
-    micro_batch_size: int
-    balance_data: bool
-    balance_by_flops: bool
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -201,6 +190,17 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig(FlagConfig, flags=(add_data_arguments,)):
+    """Settings for splitting an optimizer step's samples into micro-batches."""
+
+    use_dynamic_batch_size: bool
+    max_tokens_per_gpu: int | None
+    micro_batch_size: int
+    balance_data: bool
+    balance_by_flops: bool
+
+
 def derive_data(args: Namespace) -> None:
     """Derive the data sets of ``--prompt-data``, the samples per step and the prompts submitted at a time."""
     # Each has its path, and optionally its own keys.
@@ -266,7 +266,7 @@ def advise_micro_batches(args: Namespace) -> None:
     """Log if samples may exceed a micro-batch, and if --max-tokens-per-gpu has no effect."""
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         logger.warning("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size.")
-    parts = backend_flags(args).context_parallel_size
+    parts = BackendFlags.of(args).context_parallel_size
     if not args.use_dynamic_batch_size or args.debug_rollout_only or args.rollout_max_response_len is None:
         return
     if args.rollout_max_response_len > args.max_tokens_per_gpu * parts:

@@ -7,7 +7,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
-from slime.flags.config import backend_flags
+from slime.flags.config import BackendFlags
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import wait_s, wait_s_or_zero
 
@@ -69,7 +69,7 @@ def _add_engine_checks(group: argparse._ArgumentGroup) -> None:
 def derive_fault_tolerance(args: Namespace) -> None:
     """Derive the action for non-finite losses and gradients; by default stop, if the trainer checks for them."""
     if args.on_nan is None:
-        args.on_nan = ["stop" if backend_flags(args).check_for_nan_in_loss_and_grad else "skip"]
+        args.on_nan = ["stop" if BackendFlags.of(args).check_for_nan_in_loss_and_grad else "skip"]
     if args.on_nan[0] == "skip":
         args.check_for_nan_in_loss_and_grad = False  # megatron-core must not stop where the step is to be skipped
 
@@ -85,7 +85,7 @@ def check_on_nan(args: Namespace) -> Iterator[str]:
     if re.fullmatch(r"stop|skip|rollback [1-9][0-9]{0,3}", given) is None:
         yield f"--on-nan {given} is none of stop, skip and rollback N (such as: rollback 1)."
         return
-    if given != "skip" and not backend_flags(args).check_for_nan_in_loss_and_grad:
+    if given != "skip" and not BackendFlags.of(args).check_for_nan_in_loss_and_grad:
         yield f"--no-check-for-nan-in-loss-and-grad finds nothing for --on-nan {given}; drop one of them."
     back = checkpoints_to_go_back(args.on_nan)
     if back and not args.restarts_trainer:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from slime.flags.algorithm import uses_reference
 from slime.flags.checkpoint import CheckpointFolder, check_huggingface_folder, inspect_checkpoint
-from slime.flags.config import backend_flags
+from slime.flags.config import BackendFlags
 from slime.flags.evaluation import derive_evaluation
 from slime.flags.group import flag_of
 from slime.flags.overlay import ROLES_FLAG
 from slime.flags.reward import BOXED_PREFIX, GRADERS_WITH_LABEL, RM_TYPES
 from slime.flags.rollout import OWN_ROLLOUTS, SFT_ROLLOUT
-from slime.flags.security import trusts_remote_code
+from slime.flags.security import Trust
 from slime.flags.words import NO_MODEL
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.files import language_config, read_model_config, read_object
@@ -60,7 +60,7 @@ def check_files(args: Namespace) -> None:
             "chat_template.jinja into the folder."
         )
     has_template = _renders_rows(args) or any(one.apply_chat_template for one in args.eval_datasets)
-    trial = TokenizerTrial(args.hf_checkpoint, has_template=has_template, trusts_code=trusts_remote_code(args))
+    trial = TokenizerTrial(args.hf_checkpoint, has_template=has_template, trusts_code=Trust.of(args).trust_remote_code)
     with trial:  # runs while the rows are read
         _check_prompts(args, trial)
         _check_eval_data(args, trial)
@@ -131,7 +131,7 @@ def _check_positions(args: Namespace, config: dict[str, Any]) -> None:
     is_stretched = any(isinstance(rope, dict) and rope.get(key) is not None for key in ("factor", "long_factor"))
     if not isinstance(positions, int) or is_stretched or args.debug_train_only:
         return
-    if backend_flags(args).sglang_context_length is not None:
+    if BackendFlags.of(args).sglang_context_length is not None:
         return  # the user has set the engines' limit
     for flag, length in (
         ("--rollout-max-response-len", args.rollout_max_response_len),
@@ -146,7 +146,7 @@ def _check_positions(args: Namespace, config: dict[str, Any]) -> None:
 
 def _check_packages(args: Namespace) -> None:
     """Reject flags whose package is not installed."""
-    engines = backend_flags(args)
+    engines = BackendFlags.of(args)
     deepep = engines.sglang_enable_deepep_moe or engines.sglang_moe_a2a_backend == "deepep"
     if deepep and importlib.util.find_spec("deep_ep") is None:
         raise ConfigError(
@@ -306,7 +306,7 @@ def _check_epochs(args: Namespace, num_rows: int) -> None:
             f"--num-epoch {args.num_epoch} gives no rollout: --prompt-data has {num_rows} prompts, fewer than "
             f"--rollout-batch-size {args.rollout_batch_size}. Use a smaller batch, more data or --num-rollout."
         )
-    schedule = backend_flags(args)
+    schedule = BackendFlags.of(args)
     warmup = schedule.lr_warmup_iters
     if not args.global_batch_size or schedule.lr_decay_iters or args.debug_rollout_only:
         return

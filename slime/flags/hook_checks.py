@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.flags.config import backend_flags
+from slime.flags.config import BackendFlags
 from slime.flags.hooks import HOOKS, Hook
 from slime.utils.errors import HookError, did_you_mean
 from slime.utils.plugins import IMPORT_TIMEOUT_S, import_plugin, is_coroutine_function, said_by
@@ -44,7 +44,7 @@ def check_hooks_on_driver(args: Namespace) -> None:
                 target.check_args(args)
         else:
             check_source(hook, path, where)
-    check_spec_source(backend_flags(args).spec)
+    check_spec_source(BackendFlags.of(args).spec)
 
 
 def check_spec_source(spec: list[str] | None) -> None:

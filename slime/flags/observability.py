@@ -9,64 +9,11 @@ from typing import Any
 from slime.flags.algorithm import add_algorithm_arguments
 from slime.flags.checkpoint import add_checkpoint_arguments
 from slime.flags.cluster import add_cluster_arguments
-from slime.flags.config import read_config
+from slime.flags.config import FlagConfig
 from slime.flags.data import add_eval_arguments
 from slime.flags.group import FlagGroup
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackingConfig:
-    """The folder of a run, its id, and the x axis of its metrics."""
-
-    save: str | None
-    wandb_run_id: str | None
-    wandb_always_use_train_step: bool
-    run_folder: str | None = None
-    """Folder of a critic's run, whose checkpoints are in another folder."""
-
-
-def tracking_config(args: Any) -> TrackingConfig:
-    """Return where metrics go, from complete or partial ``args``."""
-    return read_config(TrackingConfig, args, add_observability_arguments, add_checkpoint_arguments)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricsConfig:
-    """Settings of the metrics of samples, for a rollout or an evaluation."""
-
-    advantage_estimator: str
-    loss_type: str
-    rollout_num_gpus: int | None
-    n_samples_per_prompt: int
-    n_samples_per_eval_prompt: int
-    reward_key: str | None
-    log_multi_turn: bool
-    log_passrate: bool
-    log_reward_category: str | None
-    log_correct_samples: bool
-    sglang_speculative_algorithm: str | None = None
-    eval_datasets: list[Any] | None = None
-
-    @property
-    def has_rewards(self) -> bool:
-        """False for supervised training, whose samples are read from a file with a placeholder reward."""
-        return self.loss_type != "sft_loss"
-
-
-def metrics_config(args: Any) -> MetricsConfig:
-    """Return which metrics of samples are computed, from complete or partial ``args``."""
-    return read_config(
-        MetricsConfig,
-        args,
-        add_observability_arguments,
-        add_reward_arguments,
-        add_rollout_arguments,
-        add_eval_arguments,
-        add_algorithm_arguments,
-        add_cluster_arguments,
-    )
 
 
 def wandb_name(value: str) -> str:
@@ -108,6 +55,50 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="Log how evenly tokens are spread over each layer's experts. Default: on with --prometheus-port.",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig(FlagConfig, flags=(add_observability_arguments, add_checkpoint_arguments)):
+    """The folder of a run, its id, and the x axis of its metrics."""
+
+    save: str | None
+    wandb_run_id: str | None
+    wandb_always_use_train_step: bool
+    run_folder: str | None = None
+    """Folder of a critic's run, whose checkpoints are in another folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig(
+    FlagConfig,
+    flags=(
+        add_observability_arguments,
+        add_reward_arguments,
+        add_rollout_arguments,
+        add_eval_arguments,
+        add_algorithm_arguments,
+        add_cluster_arguments,
+    ),
+):
+    """Settings of the metrics of samples, for a rollout or an evaluation."""
+
+    advantage_estimator: str
+    loss_type: str
+    rollout_num_gpus: int | None
+    n_samples_per_prompt: int
+    n_samples_per_eval_prompt: int
+    reward_key: str | None
+    log_multi_turn: bool
+    log_passrate: bool
+    log_reward_category: str | None
+    log_correct_samples: bool
+    sglang_speculative_algorithm: str | None = None
+    eval_datasets: list[Any] | None = None
+
+    @property
+    def has_rewards(self) -> bool:
+        """False for supervised training, whose samples are read from a file with a placeholder reward."""
+        return self.loss_type != "sft_loss"
 
 
 GROUP = FlagGroup(add_observability_arguments)

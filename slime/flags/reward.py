@@ -7,9 +7,8 @@ import importlib.util
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from slime.flags.config import read_config
+from slime.flags.config import FlagConfig
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import http_url, non_negative_int, wait_s
 from slime.utils.errors import did_you_mean
@@ -34,33 +33,6 @@ FAILURE_POLICIES = ("failed", "zero", "raise")
 def is_math_verify_installed() -> bool:
     """Return True if math-verify is installed."""
     return importlib.util.find_spec("math_verify") is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """Settings for grading responses."""
-
-    rm_type: str | None
-    rm_url: str | None
-    reward_key: str | None
-    eval_reward_key: str | None
-    rm_timeout_s: float
-    rm_failure_policy: str
-    rm_max_failures: int
-    hf_checkpoint: str | None = None
-    """Model folder, whose tokenizer has the end tokens that are removed before grading."""
-    custom_rm_path: str | None = None
-    custom_reward_post_process_path: str | None = None
-
-    @property
-    def eval_key(self) -> str | None:
-        """Entry of a dict reward that evaluations report; None if rewards are numbers."""
-        return self.eval_reward_key or self.reward_key
-
-
-def reward_config(args: Any) -> RewardConfig:
-    """Return the grading settings of complete or partial ``args``."""
-    return read_config(RewardConfig, args, add_reward_arguments)
 
 
 def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,6 +69,28 @@ def add_reward_arguments(parser: argparse.ArgumentParser) -> None:
         default=64,
         help="End the run after this many consecutive failed gradings, or a rollout in which all failed; 0: never.",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(FlagConfig, flags=(add_reward_arguments,)):
+    """Settings for grading responses."""
+
+    rm_type: str | None
+    rm_url: str | None
+    reward_key: str | None
+    eval_reward_key: str | None
+    rm_timeout_s: float
+    rm_failure_policy: str
+    rm_max_failures: int
+    hf_checkpoint: str | None = None
+    """Model folder, whose tokenizer has the end tokens that are removed before grading."""
+    custom_rm_path: str | None = None
+    custom_reward_post_process_path: str | None = None
+
+    @property
+    def eval_key(self) -> str | None:
+        """Entry of a dict reward that evaluations report; None if rewards are numbers."""
+        return self.eval_reward_key or self.reward_key
 
 
 def derive_reward(args: Namespace) -> None:

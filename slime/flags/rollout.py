@@ -8,7 +8,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Iterator
 
-from slime.flags.config import backend_flags
+from slime.flags.config import BackendFlags
 from slime.flags.group import FlagGroup, flag_of
 from slime.flags.kinds import (
     http_url,
@@ -201,7 +201,7 @@ def check_rollouts(args: Namespace) -> Iterator[str]:
             f"--rollout-max-prompt-len {prompt} leaves no room for a response in --rollout-max-context-len {context}; "
             f"it must be at most {context - 1}."
         )
-    served = backend_flags(args).sglang_context_length
+    served = BackendFlags.of(args).sglang_context_length
     for name in ("rollout_max_response_len", "eval_max_response_len"):
         if served is not None and (length := getattr(args, name)) is not None and length >= served:
             yield (

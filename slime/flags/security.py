@@ -12,9 +12,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from slime.flags.config import read_config
+from slime.flags.config import FlagConfig
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path
 from slime.utils.errors import ConfigError
@@ -22,45 +21,6 @@ from slime.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class SecretFlags:
-    """The flags that determine the job's secret, with defaults for those of SGLang and its router."""
-
-    job_secret_file: str | None
-    no_job_secret: bool
-    sglang_admin_api_key: str | None = None
-    sglang_api_key: str | None = None
-    router_api_key: str | None = None
-    sglang_enable_http2: bool = False
-    sglang_grpc_mode: bool = False
-
-    @property
-    def given(self) -> dict[str, str]:
-        """Keys given on the command line, by flag."""
-        keys = {
-            "--sglang-admin-api-key": self.sglang_admin_api_key,
-            "--sglang-api-key": self.sglang_api_key,
-            "--router-api-key": self.router_api_key,
-        }
-        return {flag: key for flag, key in keys.items() if key}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Trust:
-    job_secret: str | None = None
-    trust_remote_code: bool = False
-
-
-def trusts_remote_code(args: Any) -> bool:
-    """Return ``--trust-remote-code`` of ``args``, complete or not."""
-    return read_config(_Trust, args).trust_remote_code
-
-
-def job_secret(args: Any) -> str | None:
-    """Return the job's secret; None if ``args``, complete or partial, has none."""
-    return read_config(_Trust, args).job_secret
 
 
 def add_security_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,9 +49,40 @@ def add_security_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SecretFlags(FlagConfig, flags=(add_security_arguments,)):
+    """The flags that determine the job's secret, with defaults for those of SGLang and its router."""
+
+    job_secret_file: str | None
+    no_job_secret: bool
+    sglang_admin_api_key: str | None = None
+    sglang_api_key: str | None = None
+    router_api_key: str | None = None
+    sglang_enable_http2: bool = False
+    sglang_grpc_mode: bool = False
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Keys given on the command line, by flag."""
+        keys = {
+            "--sglang-admin-api-key": self.sglang_admin_api_key,
+            "--sglang-api-key": self.sglang_api_key,
+            "--router-api-key": self.router_api_key,
+        }
+        return {flag: key for flag, key in keys.items() if key}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trust(FlagConfig):
+    """The job's secret, None without one, and ``--trust-remote-code``."""
+
+    job_secret: str | None = None
+    trust_remote_code: bool = False
+
+
 def derive_job_secret(args: Namespace) -> None:
     """Take the secret from its file or the command line, or create one."""
-    flags = read_config(SecretFlags, args, add_security_arguments)
+    flags = SecretFlags.of(args)
     if flags.no_job_secret:
         logger.warning("--no-job-secret: anyone who can reach this job's addresses can run code in its engines.")
         args.job_secret = None
@@ -140,7 +131,7 @@ def _make_secret(path: Path) -> None:
 
 def check_security(args: Namespace) -> Iterator[str]:
     """Yield one message per invalid combination of keys."""
-    flags = read_config(SecretFlags, args, add_security_arguments)
+    flags = SecretFlags.of(args)
     names = " and ".join(flags.given)
     if flags.no_job_secret and (flags.given or flags.job_secret_file):
         yield f"--no-job-secret turns off what {names or '--job-secret-file'} turns on; keep one."

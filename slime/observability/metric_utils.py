@@ -9,7 +9,7 @@ from math import comb
 from statistics import fmean, median
 from typing import Any
 
-from slime.flags.observability import tracking_config
+from slime.flags.observability import TrackingConfig
 
 _REPETITION_WINDOW = 10_000
 """Number of characters at the end of a text that are checked for repetition; shorter texts never count."""
@@ -82,7 +82,7 @@ def compute_pass_rate(
 
 def compute_rollout_step(args: Namespace, rollout_id: int) -> int:
     """Return a rollout's x-axis value: its id, or optimizer steps with ``--wandb-always-use-train-step``."""
-    if tracking_config(args).wandb_always_use_train_step:
+    if TrackingConfig.of(args).wandb_always_use_train_step:
         return rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
     return rollout_id
 

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from slime.flags.observability import MetricsConfig, metrics_config
+from slime.flags.observability import MetricsConfig
 from slime.observability import telemetry
 from slime.observability.metric_utils import (
     compute_pass_rate,
@@ -51,7 +51,7 @@ def compute_metrics_from_samples(args: Namespace, samples: Sequence[Sample]) -> 
     """Return length, truncation, repetition, speculative-decoding and prefix-cache metrics, without a prefix."""
     if not samples:
         return {}
-    config = metrics_config(args)
+    config = MetricsConfig.of(args)
     metrics: dict[str, Any] = {}
     lengths = [sample.effective_response_length for sample in samples]
     metrics |= dict_add_prefix(compute_statistics(lengths), "response_len/")
@@ -113,7 +113,7 @@ def compute_perf_metrics_from_samples(
 ) -> dict[str, float]:
     """Return seconds and token rates of generation, without a prefix.  ``effective`` counts only unmasked tokens."""
     metrics = {"rollout_time": rollout_time, "time_rollout_s": rollout_time}
-    config = metrics_config(args)
+    config = MetricsConfig.of(args)
     if not samples or rollout_time <= 0 or not config.has_rewards:
         return metrics
     num_gpus = max(config.rollout_num_gpus or 1, 1)
@@ -161,7 +161,7 @@ def compute_rollout_record(
         generation_s: seconds of generation, for the rates; 0 omits the rates, as for answers from a dump.  None means
             ``rollout_time``.
     """
-    config = metrics_config(args)
+    config = MetricsConfig.of(args)
     numbers = [_reward(config, sample) for sample in samples]
     rewards = [number for number in numbers if number is not None]
     record: dict[str, Any] = dict(extra_metrics or {})
@@ -194,7 +194,7 @@ def compute_eval_record(
         data: name -> {"rewards": list, "truncated": list, "samples": list of Sample (optional)}.
     """
     record: dict[str, Any] = dict(extra_metrics or {})
-    config = metrics_config(args)
+    config = MetricsConfig.of(args)
     answers = {dataset.name: dataset.n_samples_per_eval_prompt for dataset in config.eval_datasets or []}
     for name, results in data.items():
         answered = results.get("samples") or []

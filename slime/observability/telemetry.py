@@ -24,7 +24,7 @@ from typing import Any, ClassVar, overload
 
 import torch
 
-from slime.flags.observability import tracking_config
+from slime.flags.observability import TrackingConfig
 from slime.observability.metrics_file import START_KEY, append_record, metrics_path
 from slime.utils.misc import SingletonMeta
 from slime.utils.redaction import hide_values
@@ -99,13 +99,13 @@ def start(args: Namespace, process: str, sinks: Sequence[type[Sink]] = (), *, pr
     """
     stop()
     values: dict[str, Any] = {}
-    if primary and tracking_config(args).wandb_run_id is None:
+    if primary and TrackingConfig.of(args).wandb_run_id is None:
         # Shared with every process: a run without --save names its folder after this id.
         values["wandb_run_id"] = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
     args = Namespace(**{**vars(args), **values})
     hide_values(args)
     _Stream.args, _Stream.values_of_the_run = args, values
-    config = tracking_config(args)
+    config = TrackingConfig.of(args)
     path = metrics_path(config)
     if path is not None:
         if primary:  # lets readers tell a resume from a first start

@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any
 
 from slime.backends.megatron_utils.flags.model_dims import schedule_config
-from slime.flags.reward import RewardConfig, reward_config
+from slime.flags.reward import RewardConfig
 from slime.train_data.columns import RankBatch, TrainBatch
 from slime.train_data.convert import check_columns, is_finite, named_entry, samples_to_train_data
 from slime.train_data.rewards import post_process_rewards
@@ -117,7 +117,7 @@ def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatc
     if args.custom_reward_post_process_path:
         raw_rewards, rewards = _rewards_of_plug_in(args, samples)
     else:
-        raw_rewards = _raw_rewards(reward_config(args), samples)
+        raw_rewards = _raw_rewards(RewardConfig.of(args), samples)
         rewards = post_process_rewards(
             raw_rewards,
             n_samples_per_prompt=args.n_samples_per_prompt,

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from slime.flags.reward import reward_config
+from slime.flags.reward import RewardConfig
 from slime.observability import telemetry
 from slime.observability.dumps import dump_rollout, load_rollout_dump
 from slime.observability.rollout_metrics import log_eval, log_rollout
@@ -98,7 +98,7 @@ class RolloutWork:
         times = {"seconds": time.monotonic() - start, "generation_s": self._clock.end()}
         dump_rollout(self.args, rollout_id, samples)
         if times["generation_s"]:
-            check_graded(reward_config(self.args), samples)
+            check_graded(RewardConfig.of(self.args), samples)
         if self.args.debug_rollout_only:
             telemetry.samples("rollout", rollout_id=rollout_id, samples=samples, rewards=None)
             log_rollout(self.args, rollout_id, samples, metrics, **times)

@@ -16,7 +16,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from slime.flags.observability import tracking_config
+from slime.flags.observability import TrackingConfig
 from slime.observability.metrics_file import run_folder
 from slime.utils.errors import ConfigError
 
@@ -36,7 +36,7 @@ def lock_outputs(args: Namespace, more: Mapping[str, str | Path]) -> list[SaveLo
         "--save": args.save,
         "save of the critic (--megatron-config-path)": args.critic_args.save if args.critic_args is not None else None,
         **{flag: place for flag, place in more.items() if isinstance(place, Path)},
-        "--wandb-run-id (the folder of the run)": run_folder(tracking_config(args)),
+        "--wandb-run-id (the folder of the run)": run_folder(TrackingConfig.of(args)),
     }
     outputs = {
         "--save-hf": args.save_hf,

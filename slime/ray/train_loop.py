@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from slime.flags.observability import tracking_config
+from slime.flags.observability import TrackingConfig
 from slime.observability import telemetry
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.metrics_file import metrics_path
@@ -109,7 +109,7 @@ class TrainJob:
             args, rollout_gpus, self.actor.begin, self.parts
         )
         telemetry.offer(lambda function: ask_engines(self.manager, function))
-        self._step_line = StepLine(metrics_path(tracking_config(args)), num_rollout=args.num_rollout)
+        self._step_line = StepLine(metrics_path(TrackingConfig.of(args)), num_rollout=args.num_rollout)
         actor, critic = create_training_models(args, self.gpus, self.manager, self.actor)
         self.trainers = Trainers(actor, critic, num_critic_only_steps=args.num_critic_only_steps)
         beside = self.parts.evaluation

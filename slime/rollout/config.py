@@ -6,12 +6,11 @@ defaults.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 
 from slime.flags.algorithm import add_algorithm_arguments
 from slime.flags.cluster import add_cluster_arguments
-from slime.flags.config import read_config
+from slime.flags.config import FlagConfig
 from slime.flags.debug import add_debug_arguments
 from slime.flags.fault_tolerance import add_fault_tolerance_arguments
 from slime.flags.reward import add_reward_arguments
@@ -26,7 +25,18 @@ BAD_ANSWER_MARGIN_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(
+    FlagConfig,
+    flags=(
+        add_rollout_arguments,
+        add_reward_arguments,
+        add_cluster_arguments,
+        add_fault_tolerance_arguments,
+        add_weight_sync_arguments,
+        add_algorithm_arguments,
+        add_debug_arguments,
+    ),
+):
     """Rollout flags, under their ``args`` attribute names."""
 
     # Engines and routing.  Defaults for flags of SGLang and its router are set here.
@@ -104,18 +114,3 @@ class RolloutConfig:
         if self.router_policy == "consistent_hashing" and session_id:
             return {"X-SMG-Routing-Key": session_id}
         return {}
-
-
-def rollout_config(args: Namespace) -> RolloutConfig:
-    """Build the config from ``args``, which may be incomplete."""
-    return read_config(
-        RolloutConfig,
-        args,
-        add_rollout_arguments,
-        add_reward_arguments,
-        add_cluster_arguments,
-        add_fault_tolerance_arguments,
-        add_weight_sync_arguments,
-        add_algorithm_arguments,
-        add_debug_arguments,
-    )

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from slime.flags.security import trusts_remote_code
+from slime.flags.security import Trust
 from slime.rollout import plain_values
 from slime.rollout.plain_values import read_state, write_state
 from slime.rollout.prompt_dataset import Dataset, RowDigests, changed_rows, digest_of
@@ -96,8 +96,8 @@ class RolloutDataSource(DataSource):
 
     def _reader(self) -> OpenDataset:
         args = self.args
-        tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
-        processor = load_processor(args.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
+        tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=Trust.of(args).trust_remote_code)
+        processor = load_processor(args.hf_checkpoint, trust_remote_code=Trust.of(args).trust_remote_code)
         if args.dump_details is not None:
             tokenizer.save_pretrained(Path(args.dump_details) / "tokenizer")
             if processor is not None:

@@ -15,7 +15,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from slime.flags.reward import reward_config
+from slime.flags.reward import RewardConfig
 from slime.observability.dumps import load_rollout_dump
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.eval_data import results_of
@@ -45,7 +45,7 @@ def generate_rollout(
     if evaluation:
         path = _first_that_exists(template, f"eval_{rollout_id}", "eval_0", rollout_id, 0)
         samples = load_rollout_dump(path, rollout_id, flag=FLAG, is_trusted=args.trust_debug_data)
-        return RolloutFnEvalOutput(data={EVAL_NAME: results_of(samples, reward_config(args).eval_key, EVAL_NAME)})
+        return RolloutFnEvalOutput(data={EVAL_NAME: results_of(samples, RewardConfig.of(args).eval_key, EVAL_NAME)})
     path = _first_that_exists(template, rollout_id, 0)
     samples = load_rollout_dump(path, rollout_id, flag=FLAG, is_trusted=args.trust_debug_data)
     logger.info("Rollout %d: %d samples from %s", rollout_id, len(samples), path)

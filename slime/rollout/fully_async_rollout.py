@@ -27,7 +27,7 @@ from typing import Any, cast
 
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import Group, RolloutFnTrainOutput, is_finished, leaf_samples
-from slime.rollout.config import rollout_config
+from slime.rollout.config import RolloutConfig
 from slime.rollout.pool import GroupPool
 from slime.rollout.sglang_rollout import IDLE_WAIT_S
 from slime.rollout.staleness import num_groups_allowed, num_groups_due
@@ -261,7 +261,7 @@ def generate_rollout_fully_async(
             "generate_rollout_fully_async cannot evaluate; set "
             "--eval-function-path slime.rollout.sglang_rollout.generate_rollout."
         )
-    timeout_s = rollout_config(args).rollout_timeout_s + 2 * IDLE_WAIT_S
+    timeout_s = RolloutConfig.of(args).rollout_timeout_s + 2 * IDLE_WAIT_S
     return run(_worker_of(args, data_buffer).collect(rollout_id), timeout_s)
 
 

@@ -20,10 +20,10 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.flags.reward import reward_config
+from slime.flags.reward import RewardConfig
 from slime.observability import telemetry
 from slime.rollout.base_types import Group, check_samples, first_index, has_response, is_finished, leaf_samples
-from slime.rollout.config import rollout_config
+from slime.rollout.config import RolloutConfig
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
     call_dynamic_filter,
@@ -85,7 +85,7 @@ class GroupPolicy:
             pushes_interrupt: Whether weight pushes abort requests in flight; a group that gained tokens is then not
                 stuck.
         """
-        self.config = rollout_config(args)
+        self.config = RolloutConfig.of(args)
         self._args, self.run = args, current_run()
         self._pushes_interrupt = pushes_interrupt
         if self.run.bound is None:
@@ -176,7 +176,7 @@ class GroupPolicy:
             failure = RuntimeError(f"--custom-generate-function-path {path} returned the sample aborted {times} times")
             for sample in samples:
                 if sample.status is Sample.Status.ABORTED:
-                    leave_out(reward_config(self._args), sample, failure)
+                    leave_out(RewardConfig.of(self._args), sample, failure)
             return times
         statuses = ", ".join(sorted({sample.status.value for sample in samples}))
         raise EngineError(

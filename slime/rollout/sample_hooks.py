@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.flags.config import read_config
+from slime.flags.config import FlagConfig
 from slime.rollout.base_types import check_samples
 from slime.rollout.run_state import current_run
 from slime.utils.errors import HookError
@@ -18,7 +18,7 @@ from slime.utils.types import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class _HookConfig:
+class _HookConfig(FlagConfig):
     rollout_sample_hook_path: list[str] | str | None = None
 
 
@@ -42,7 +42,7 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation:
     Raises:
         HookError: a hook returned neither a sample nor None.
     """
-    paths = read_config(_HookConfig, args).rollout_sample_hook_path or []
+    paths = _HookConfig.of(args).rollout_sample_hook_path or []
     if not paths:
         return value
     if isinstance(value, list):

@@ -10,7 +10,7 @@ import json
 from argparse import Namespace
 from typing import Any
 
-from slime.flags.security import trusts_remote_code
+from slime.flags.security import Trust
 from slime.rollout.base_types import check_samples
 from slime.rollout.engine_request import processed
 from slime.rollout.prompts import map_with_deadline
@@ -37,7 +37,7 @@ def _processor(hf_checkpoint: str, trust_remote_code: bool) -> Any:
 def mask_generator(args: Namespace) -> MultiTurnLossMaskGenerator:
     """Return the cached loss mask generator for ``--loss-mask-type``."""
     kwargs = json.dumps(getattr(args, "apply_chat_template_kwargs", None) or {}, sort_keys=True)
-    return _mask_generator(args.hf_checkpoint, args.loss_mask_type, trusts_remote_code(args), kwargs)
+    return _mask_generator(args.hf_checkpoint, args.loss_mask_type, Trust.of(args).trust_remote_code, kwargs)
 
 
 def generate_rollout(
@@ -61,7 +61,7 @@ def generate_rollout(
 
     def fill(_: str, sample: Sample) -> None:
         has_images = bool(sample.multimodal_inputs)
-        processor = _processor(args.hf_checkpoint, trusts_remote_code(args)) if has_images else None
+        processor = _processor(args.hf_checkpoint, Trust.of(args).trust_remote_code) if has_images else None
         fill_from_conversation(sample, generator, processor)
 
     map_with_deadline(fill, ((f"Sample {sample.index}", sample) for group in groups for sample in group))

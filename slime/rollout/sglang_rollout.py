@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from slime.flags.evaluation import EvalDatasetConfig
-from slime.flags.reward import reward_config
-from slime.flags.security import trusts_remote_code
+from slime.flags.reward import RewardConfig
+from slime.flags.security import Trust
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_next_attempt, trace_span
 from slime.rollout.base_types import (
     Entry,
@@ -36,7 +36,7 @@ from slime.rollout.base_types import (
     is_finished,
     leaf_samples,
 )
-from slime.rollout.config import RolloutConfig, rollout_config
+from slime.rollout.config import RolloutConfig
 from slime.rollout.engine_client import abort_engines, engine_loads
 from slime.rollout.engine_request import (
     _prepare_prompt_ids,
@@ -101,11 +101,11 @@ class GenerateState(metaclass=SingletonMeta):
     """Process-wide state shared by all requests.  A singleton: arguments of later constructions are ignored."""
 
     def __init__(self, args: Namespace) -> None:
-        config = rollout_config(args)
+        config = RolloutConfig.of(args)
         self.args = args
-        self.tokenizer = load_tokenizer(config.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
+        self.tokenizer = load_tokenizer(config.hf_checkpoint, trust_remote_code=Trust.of(args).trust_remote_code)
         TOKENIZERS[config.hf_checkpoint] = self.tokenizer
-        self.processor = load_processor(config.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
+        self.processor = load_processor(config.hf_checkpoint, trust_remote_code=Trust.of(args).trust_remote_code)
         num_requests = args.sglang_server_concurrency * get_rollout_num_engines(args)
         self.semaphore = asyncio.Semaphore(num_requests)
         self.sampling_params = training_sampling_params(config)
@@ -170,7 +170,7 @@ class GenerateState(metaclass=SingletonMeta):
 
 def get_model_url(args: Namespace, model_name: str, endpoint: str = "/generate") -> str:
     """Return the URL of ``endpoint`` at the router of a served model, or at the default router for unknown names."""
-    config = rollout_config(args)
+    config = RolloutConfig.of(args)
     default = config.sglang_router_ip, config.sglang_router_port
     ip, port = (config.sglang_model_routers or {}).get(model_name, default)
     return f"{http_url(ip, port)}{endpoint}"
@@ -186,7 +186,7 @@ async def generate(args: Namespace, sample: Sample, sampling_params: dict[str, A
         EngineError: no engine answered after all retries, or the answer is unusable.
         DataError: the sample is neither pending nor aborted, or its prompt cannot be sent.
     """
-    config, state = rollout_config(args), GenerateState(args)
+    config, state = RolloutConfig.of(args), GenerateState(args)
     payload = request_payload(config, sample, sampling_params, state)
     if payload is None:
         return sample
@@ -220,7 +220,7 @@ async def generate_and_rm(
     Returns:
         A Sample, or the list of Samples that a custom generate function returned.
     """
-    config = rollout_config(args)
+    config = RolloutConfig.of(args)
     mask_earlier_tokens(config, sample)
     if isinstance(sample, list) or is_finished(sample):
         return await _reward(args, config, sample)
@@ -278,7 +278,7 @@ async def _call_generate(
         if part.status is Sample.Status.ABORTED and part.remove_sample:  # the function gave up on it
             part.remove_sample = False
             if not is_ending:  # the end of the rollout may be why: the sample is then generated again in another one
-                leave_out(reward_config(args), part, RuntimeError(f"{call} gave it up"))
+                leave_out(RewardConfig.of(args), part, RuntimeError(f"{call} gave it up"))
     return entry
 
 
@@ -331,7 +331,7 @@ async def generate_and_rm_group(
     A group whose samples are all finished (surplus of an earlier rollout) sends no request and keeps its masks.  If
     the rollout is aborted, unfinished samples are returned as they are.
     """
-    config, state = rollout_config(args), GenerateState(args)
+    config, state = RolloutConfig.of(args), GenerateState(args)
     if state.aborted:
         return group
     if not is_finished(group):
@@ -398,7 +398,7 @@ def generate_rollout(
     Groups for later rollouts are returned to the data source by ``data_source.add_samples``.
     """
     # The coroutines enforce --rollout-timeout-s themselves, with more specific errors.
-    timeout_s = rollout_config(args).rollout_timeout_s + 2 * IDLE_WAIT_S
+    timeout_s = RolloutConfig.of(args).rollout_timeout_s + 2 * IDLE_WAIT_S
     if evaluation:
         return run(eval_rollout(args, rollout_id), timeout_s)
     output, returned = run(generate_rollout_async(args, rollout_id, data_source.get_samples), timeout_s)
@@ -482,7 +482,7 @@ async def abort(args: Namespace, rollout_id: int, *, timeout_s: float | None = N
         DeadlineError: a group was still pending after ``timeout_s``.
         HookError: a custom function cancelled a group.
     """
-    config, state = rollout_config(args), GenerateState(args)
+    config, state = RolloutConfig.of(args), GenerateState(args)
     state.aborted = True
     tasks = state.pending_in_order()
     timeout_s = config.rollout_timeout_s if timeout_s is None else timeout_s
@@ -547,7 +547,7 @@ async def eval_rollout(args: Namespace, rollout_id: int) -> RolloutFnEvalOutput:
         EngineError: no engine answered.
         DeadlineError: ``--rollout-timeout-s`` passed.
     """
-    if rollout_config(args).group_rm:
+    if RolloutConfig.of(args).group_rm:
         raise ConfigError(
             "--group-rm is set, but evaluation grades each answer separately. Turn evaluation off (--eval-interval), "
             "or set another evaluation function with --eval-function-path."
@@ -568,7 +568,7 @@ async def eval_rollout_single_dataset(
 
     For a reward dict, ``rewards`` holds its entry ``--eval-reward-key`` (or ``--reward-key`` if unset).
     """
-    config, name = rollout_config(args), dataset_cfg.name
+    config, name = RolloutConfig.of(args), dataset_cfg.name
     requests = requests_of(args, config, dataset_cfg, GenerateState(args))
     tasks = [asyncio.create_task(_evaluate(args, config, sample, params)) for sample, params in requests]
     await wait_for_all(config, f"evaluation of {name} at rollout {rollout_id}", tasks, "answers")

@@ -20,7 +20,7 @@ from typing import Any
 
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout import sglang_rollout
-from slime.rollout.config import RolloutConfig, rollout_config
+from slime.rollout.config import RolloutConfig
 from slime.rollout.engine_client import NotForWorkers, WorkerPicker, router_would_drop
 from slime.rollout.engine_request import (
     CUT,
@@ -58,7 +58,7 @@ async def generate_streaming(args: Namespace, sample: Sample, sampling_params: d
         ConfigError: ``--sglang-incremental-streaming-output`` is set.
         EngineError: no engine answered, after as many attempts as the built-in generate function makes.
     """
-    config, state = rollout_config(args), sglang_rollout.GenerateState(args)
+    config, state = RolloutConfig.of(args), sglang_rollout.GenerateState(args)
     if config.sglang_incremental_streaming_output:
         raise ConfigError(
             "--sglang-incremental-streaming-output sends only new text in each event; generate_streaming needs the "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.flags.config import read_config
+from slime.flags.config import FlagConfig
 from slime.flags.reward import RewardConfig
 from slime.flags.rollout import add_rollout_arguments
 from slime.rollout.rm_hub.policy import GraderThreads, grade_by_policy, leave_out, within
@@ -27,7 +27,7 @@ _READING = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnsConfig:
+class TurnsConfig(FlagConfig, flags=(add_rollout_arguments,)):
     """Flags of conversations with tools and environments."""
 
     rollout_max_turns: int
@@ -37,11 +37,6 @@ class TurnsConfig:
     sglang_tool_call_parser: str | None = None
     sglang_reasoning_parser: str | None = None
     tool_readers: Mapping[str, str]
-
-
-def turns_config(args: Namespace) -> TurnsConfig:
-    """Build the config from ``args``, which may be incomplete."""
-    return read_config(TurnsConfig, args, add_rollout_arguments)
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ def toolbox(args: Namespace) -> Toolbox:
     Raises:
         ConfigError: a tool cannot be imported or described, or its server does not answer.
     """
-    config = turns_config(args)
+    config = TurnsConfig.of(args)
     with _READING:
         return _toolbox(tuple(config.rollout_tools or ()), tuple(config.tool_readers.items()))
 

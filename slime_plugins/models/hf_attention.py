@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from slime.backends.megatron_utils.layers.rotary import natural_order
-from slime.flags.security import trusts_remote_code
+from slime.flags.security import Trust
 
 __all__ = ["HuggingfaceAttention"]
 
@@ -60,7 +60,9 @@ class HuggingfaceAttention(MegatronModule, ABC):
         self.layer_number = layer_number
         self.hf_layer_idx = layer_number - 1
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
-        self.hf_config = AutoConfig.from_pretrained(args.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
+        self.hf_config = AutoConfig.from_pretrained(
+            args.hf_checkpoint, trust_remote_code=Trust.of(args).trust_remote_code
+        )
         self.hf_config._attn_implementation = "flash_attention_2" if torch.cuda.is_available() else "sdpa"
 
     @abstractmethod

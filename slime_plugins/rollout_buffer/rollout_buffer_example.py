@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.flags.cluster import add_cluster_arguments
-from slime.flags.config import read_config
+from slime.flags.config import FlagConfig
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.sft_rollout import mask_generator
 from slime.utils.async_utils import run
@@ -37,16 +37,11 @@ _STARTED: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
-class BufferConfig:
+class BufferConfig(FlagConfig, flags=(add_cluster_arguments,)):
     """Settings of the requests to the service: a flag, and a key of ``--custom-config-path``."""
 
     rollout_timeout_s: float
     rollout_buffer_num_process: int = 100
-
-
-def buffer_config(args: Namespace) -> BufferConfig:
-    """Return how ``args`` says that the service is asked."""
-    return read_config(BufferConfig, args, add_cluster_arguments)
 
 
 def generate_rollout(
@@ -65,7 +60,7 @@ def generate_rollout(
         raise ConfigError(
             "--rollout-buffer-url is not set; it is the address of the rollout buffer, http://host:8889."
         )
-    timeout_s = buffer_config(args).rollout_timeout_s
+    timeout_s = BufferConfig.of(args).rollout_timeout_s
     metrics = run(_fill(args, data_buffer, timeout_s), timeout_s + REQUEST_TIMEOUT_S)
     return RolloutFnTrainOutput(samples=data_buffer.get_samples(args.rollout_batch_size), metrics=metrics)
 
@@ -115,7 +110,7 @@ async def _start_once(args: Namespace, url: str, data_buffer: Any) -> None:
         "top_p": args.rollout_top_p,
     }
     payload = {
-        "num_process": str(buffer_config(args).rollout_buffer_num_process),
+        "num_process": str(BufferConfig.of(args).rollout_buffer_num_process),
         "num_epoch": str(args.num_epoch or 1),
         "remote_engine_url": http_url(args.sglang_router_ip, args.sglang_router_port),
         "remote_buffer_url": url,

@@ -22,7 +22,7 @@ from slime.backends.megatron_utils.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.train_metrics import TOKEN_COLUMNS, ExpertLoad
 from slime.backends.megatron_utils.train_reports import TrainReports, dump_train_data
 from slime.backends.megatron_utils.train_step import OptimizerSteps, StepResult
-from slime.flags.observability import metrics_config
+from slime.flags.observability import MetricsConfig
 from slime.observability.telemetry import span
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.errors import ConfigError
@@ -154,7 +154,7 @@ class RolloutTraining:
         return {"values": [values.cpu() for values in data.critic_values]}
 
     def _rollout_metrics(self, data: DeviceBatch) -> dict[str, float]:
-        has_rewards = metrics_config(self.args).has_rewards
+        has_rewards = MetricsConfig.of(self.args).has_rewards
         return train_metrics.rollout_metrics(
             data, self._token_columns, per_token=self.args.calculate_per_token_loss, has_rewards=has_rewards
         )

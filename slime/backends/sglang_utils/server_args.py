@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils.sglang_config import RENAMED_FIELDS, own_dtype, present_name, trainer_dtype
-from slime.flags.security import trusts_remote_code
+from slime.flags.security import Trust
 from slime.utils.files import read_model_config
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def _decided(args: Namespace, place: EnginePlace, model_path: str, overrides: Ma
     pp_size = overrides.get("pp_size", args.sglang_pp_size)
     decided: dict[str, Any] = {
         "model_path": model_path,
-        "trust_remote_code": trusts_remote_code(args),
+        "trust_remote_code": Trust.of(args).trust_remote_code,
         "random_seed": args.seed + place.rank * args.num_gpus_per_node,
         "enable_memory_saver": bool(args.offload_rollout),
         "host": place.host,

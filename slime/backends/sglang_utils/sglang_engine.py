@@ -24,7 +24,7 @@ from slime.backends.sglang_utils.router_process import register_worker, unregist
 from slime.backends.sglang_utils.server_args import EnginePlace, build_server_args
 from slime.backends.sglang_utils.server_control import ServerControl, wait_until_healthy
 from slime.backends.sglang_utils.server_guard import generation_key
-from slime.flags.security import job_secret
+from slime.flags.security import Trust
 from slime.utils.env import visible_index
 from slime.utils.errors import DataError, DeadlineError, EngineError, ProcessError
 from slime.utils.net import format_host_port, http_url
@@ -77,7 +77,7 @@ class SGLangEngine(EngineServer):
         self.model_path = model_path or args.hf_checkpoint
         self.process: ChildProcess | None = None
         self.router: ServerControl | None = None
-        self._secret = job_secret(args)
+        self._secret = Trust.of(args).job_secret
         self._worker_key: str | None = None
         """Key that the router sends to the server."""
         self._bootstrap_port: int | None = None

@@ -14,12 +14,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from slime.agent.adapters import BaseAdapter, OpenAIAdapter
-from slime.flags.reward import reward_config
-from slime.rollout.config import rollout_config
+from slime.flags.reward import RewardConfig
+from slime.rollout.config import RolloutConfig
 from slime.rollout.engine_client import send
 from slime.rollout.rm_hub.policy import leave_out
 from slime.rollout.sglang_rollout import GenerateState, get_model_url
-from slime.rollout.tools import turns_config
+from slime.rollout.tools import TurnsConfig
 from slime.utils.aiohttp_threaded import AppHandle, run_app_in_thread
 from slime.utils.net import http_url
 from slime.utils.types import Sample
@@ -78,7 +78,7 @@ async def play(
     if is_over:
         sample.status = Sample.Status.ABORTED
     else:
-        leave_out(reward_config(args), sample, failure)
+        leave_out(RewardConfig.of(args), sample, failure)
     return sample
 
 
@@ -86,7 +86,7 @@ def _adapter_of(
     args: Namespace, adapter_class: type[BaseAdapter], host: str, template_kwargs: dict[str, Any]
 ) -> tuple[BaseAdapter, str]:
     key = (adapter_class, host, json.dumps(template_kwargs, sort_keys=True))
-    config = turns_config(args)
+    config = TurnsConfig.of(args)
     with _SERVERS_LOCK:
         if key not in _SERVERS:
             adapter = adapter_class(
@@ -102,7 +102,7 @@ def _adapter_of(
 
 def adapter_options(args: Namespace) -> dict[str, Any]:
     """Return what an adapter needs to draw turns as the job's own rollouts do, images and routed experts included."""
-    state, config = GenerateState(args), turns_config(args)
+    state, config = GenerateState(args), TurnsConfig.of(args)
     return {
         "tokenizer": state.tokenizer,
         "processor": state.processor,
@@ -110,7 +110,7 @@ def adapter_options(args: Namespace) -> dict[str, Any]:
         "tool_parser": config.sglang_tool_call_parser,
         "reasoning_parser": config.sglang_reasoning_parser,
         "args": args,
-        "ask": functools.partial(send, rollout_config(args)),
+        "ask": functools.partial(send, RolloutConfig.of(args)),
     }
 
 

@@ -25,7 +25,7 @@ from slime.ext.agent.verifiers_data import LOAD_LIMIT_S
 from slime.ext.agent.verifiers_env import check, rewarded
 from slime.rollout.prompt_files import parse_query
 from slime.rollout.rm_hub.policy import within
-from slime.rollout.tools import EnvironmentFailure, turns_config
+from slime.rollout.tools import EnvironmentFailure, TurnsConfig
 from slime.utils import env
 from slime.utils.errors import ConfigError, DataError, ProcessError
 from slime.utils.types import Sample
@@ -169,7 +169,7 @@ async def generate(
 
     async def agent(url: str, sid: str) -> float:
         facts = {"name": name, "arguments": arguments, "index": asked["index"], "url": f"{url}/v1", "key": sid}
-        facts |= {"max_turns": turns_config(args).rollout_max_turns, "is_unsafe": args.unsafe_local_sandbox}
+        facts |= {"max_turns": TurnsConfig.of(args).rollout_max_turns, "is_unsafe": args.unsafe_local_sandbox}
         process = await asyncio.to_thread(_process)
         number, answer = await asyncio.to_thread(process.ask, "play", **facts)
         late = "the task did not end within {:g} s (--taskset-timeout-s)"

@@ -18,9 +18,9 @@ import httpx
 
 from slime.ext.agent.session import TURN_TIMEOUT_S, play
 from slime.ext.agent.verifiers_data import load, row_of
-from slime.flags.reward import reward_config
+from slime.flags.reward import RewardConfig
 from slime.rollout.rm_hub.policy import within
-from slime.rollout.tools import EnvironmentFailure, set_reward, turns_config
+from slime.rollout.tools import EnvironmentFailure, TurnsConfig, set_reward
 from slime.utils.async_utils import AsyncLoopThread
 from slime.utils.errors import ConfigError, DataError
 from slime.utils.types import Sample
@@ -49,11 +49,11 @@ async def generate(
     async def agent(url: str, sid: str) -> float:
         nonlocal ended
         try:
-            ended = await _rollout(path, asked["index"], f"{url}/v1", sid, turns_config(args).turn_timeout_s)
+            ended = await _rollout(path, asked["index"], f"{url}/v1", sid, TurnsConfig.of(args).turn_timeout_s)
             if (error := _failure_of(ended)) is not None:
                 raise error
             score = load(path).rubric.score_rollout(ended)
-            await within(reward_config(args).rm_timeout_s, _elsewhere(score))
+            await within(RewardConfig.of(args).rm_timeout_s, _elsewhere(score))
             return float(ended["reward"])
         except (Exception, SystemExit) as error:  # the environment's code may raise anything
             cause = "" if error.__cause__ is None else f" ({error.__cause__})"
@@ -73,13 +73,13 @@ async def rewarded(
         one.status = Sample.Status.COMPLETED if is_whole else Sample.Status.TRUNCATED
         one.metadata |= {"round_number": one.metadata["num_turns"], "metrics": ended.get("metrics")}
         one.reward = None  # unless no grader is named
-        await set_reward(reward_config(args), one, float(ended["reward"]), None)
+        await set_reward(RewardConfig.of(args), one, float(ended["reward"]), None)
     return played
 
 
 def check(args: Namespace) -> None:
     """Refuse flags of other conversations."""
-    config = turns_config(args)
+    config = TurnsConfig.of(args)
     if config.rollout_tools or config.rollout_environment:
         raise ConfigError(
             "--rollout-tools and --rollout-environment are of other conversations: an environment of verifiers brings "

@@ -22,7 +22,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from slime.ext.distill.flags import teacher_config, teachers_of
+from slime.ext.distill.flags import TeacherConfig, teachers_of
 from slime.rollout.rm_hub.remote import UnusableAnswer, ask_patiently
 from slime.train_data.convert import named_entry
 from slime.utils.errors import ConfigError, DataError, GraderError
@@ -50,7 +50,7 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
     """
     if isinstance(sample, list):
         return list(await asyncio.gather(*(reward_func(args, one) for one in sample)))
-    config = teacher_config(args)
+    config = TeacherConfig.of(args)
     url = config.rm_url
     if config.opd_teachers is not None:
         urls = teachers_of(args)
@@ -104,7 +104,7 @@ def post_process_rewards(args: Namespace, samples: Sequence[Sample]) -> tuple[li
     Raises:
         DataError: the answer does not fit the sample's tokens.
     """
-    top_k = teacher_config(args).opd_top_k
+    top_k = TeacherConfig.of(args).opd_top_k
     for sample in samples:
         if isinstance(sample.reward, dict) and "reward_error" not in sample.metadata:
             sample.teacher_log_probs = teacher_log_probs(sample, sample.reward)

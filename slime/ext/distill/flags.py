@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.flags.algorithm import FrozenPolicy
-from slime.flags.config import backend_flags, read_config
+from slime.flags.config import BackendFlags, FlagConfig
 from slime.flags.group import FlagGroup, flag_of
 from slime.flags.kinds import file_path, http_url, non_negative_int, port_number, positive_float, positive_int
 
@@ -67,7 +67,7 @@ def add_distillation_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherConfig:
+class TeacherConfig(FlagConfig):
     """The flags of distillation that the reward and post-processing functions read; plug-ins may call these alone."""
 
     rm_url: str | None = None
@@ -78,14 +78,9 @@ class TeacherConfig:
     opd_top_k: int | None = None
 
 
-def teacher_config(args: Any) -> TeacherConfig:
-    """Return the flags of distillation, from a namespace that may lack them."""
-    return read_config(TeacherConfig, args)
-
-
 def teachers_of(args: Any) -> dict[str, str | None]:
     """Return name -> ``/generate`` address or checkpoint of each teacher; one teacher is called ``ONLY_TEACHER``."""
-    config = teacher_config(args)
+    config = TeacherConfig.of(args)
     if config.opd_teachers is None:
         return {ONLY_TEACHER: config.rm_url if config.opd_type == "sglang" else config.opd_teacher_load}
     return {name: where for name, _, where in (entry.partition("=") for entry in config.opd_teachers)}
@@ -130,7 +125,7 @@ def check_distillation(args: Namespace) -> Iterator[str]:
             yield f"{here} is a term of the policy loss; --loss-type is {args.loss_type}."
         if args.rollout_top_p != 1.0:
             yield f"{here} compares distributions, and --rollout-top-p {args.rollout_top_p} cuts them; make it 1."
-        if backend_flags(args).allgather_cp:
+        if BackendFlags.of(args).allgather_cp:
             yield f"{here} does not work with --allgather-cp; drop one of them."
     if args.opd_type is None:
         yield "--use-opd needs --opd-type: sglang for a teacher behind --rm-url, megatron for one in the trainer."
@@ -229,7 +224,7 @@ def add_teacher_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherServerConfig:
+class TeacherServerConfig(FlagConfig):
     """The flags of the teacher server."""
 
     teacher_port: int

@@ -32,7 +32,6 @@ from slime.backends.megatron_utils.model import build_model
 from slime.backends.megatron_utils.model_transform import ModelTransform
 from slime.ext.distill.flags import TeacherServerConfig
 from slime.ext.distill.guide import get_log_probs_and_top
-from slime.flags.config import read_config
 from slime.train_data.bins import first_fit
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.distributed_utils import gather_objects
@@ -79,7 +78,7 @@ class Scorer:
     """
 
     def __init__(self, args: Namespace, transforms: Sequence[type[ModelTransform]] = ()) -> None:
-        config = read_config(TeacherServerConfig, args)
+        config = TeacherServerConfig.of(args)
         one_temperature = {"rollout_temperature": 1.0, "rollout_top_p": 1.0, "use_rollout_entropy": False}
         chunk = config.teacher_label_reduction_chunk_size
         self._args = Namespace(**{**vars(args), **one_temperature, "log_probs_chunk_size": chunk, "finetune": True})

@@ -14,7 +14,7 @@ from numbers import Real
 from typing import Any
 
 from slime.ext.environments.flags import CURRICULUM, FLAG, read_mix
-from slime.flags.reward import reward_config
+from slime.flags.reward import RewardConfig
 from slime.rollout.base_types import leaf_samples
 from slime.rollout.data_source import OpenDataset, RolloutDataSourceWithBuffer
 from slime.rollout.prompt_dataset import Dataset, RowDigests
@@ -185,7 +185,7 @@ class MixedDataSource(RolloutDataSourceWithBuffer):
     """The default data source, with prompts of a mixture."""
 
     def _open_dataset(self, open_one: OpenDataset) -> Mixture:
-        key = reward_config(self.args).reward_key
+        key = RewardConfig.of(self.args).reward_key
         return Mixture(self.args.prompt_data, open_one, is_shuffled=self.args.rollout_shuffle, reward_key=key)
 
     def _next_rows(self, num_rows: int) -> list[Sample]:

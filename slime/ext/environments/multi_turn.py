@@ -22,8 +22,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from slime.ext.environments.flags import MULTI_TURN
-from slime.flags.reward import reward_config
-from slime.flags.security import trusts_remote_code
+from slime.flags.reward import RewardConfig
+from slime.flags.security import Trust
 from slime.observability.trace_utils import trace_span
 from slime.rollout.engine_request import add_images, drew_image, processed
 from slime.rollout.parsing import parse_model_output
@@ -37,7 +37,6 @@ from slime.rollout.tools import (
     call_in_time,
     set_reward,
     toolbox,
-    turns_config,
 )
 from slime.utils.chat_template import apply_chat_template, special_text, special_texts, text_after_end
 from slime.utils.errors import ConfigError, DataError
@@ -241,7 +240,7 @@ async def generate(
     them in ``metadata["environment_reward"]``.  An environment that raises or takes too long costs its sample, which
     is FAILED and trains nothing.  The environment of a continued sample begins again and gets the same turns.
     """
-    config = turns_config(args)
+    config = TurnsConfig.of(args)
     player = _Player(config, sample, await asyncio.to_thread(toolbox, args))
     limits: dict[str, Any] = {"max_turns": config.rollout_max_turns, "evaluation": evaluation}
     if config.rollout_environment is None:
@@ -255,7 +254,7 @@ async def generate(
     finally:
         await player.close()
     if failure is not None or sample.status is not Sample.Status.ABORTED:
-        await set_reward(reward_config(args), sample, player.total_reward, failure)
+        await set_reward(RewardConfig.of(args), sample, player.total_reward, failure)
     return sample
 
 
@@ -346,7 +345,7 @@ def check_tools_and_environment(args: Namespace) -> None:
     Raises:
         ConfigError: names the flag and what is wrong.
     """
-    path = turns_config(args).rollout_environment
+    path = TurnsConfig.of(args).rollout_environment
     if offered := toolbox(args).schemas:
         _check_template(args, offered)
     if path is None:
@@ -372,7 +371,7 @@ def _check_template(args: Namespace, offered: list[dict[str, Any]]) -> None:
     kwargs = args.apply_chat_template_kwargs or {}
     if "tools" in kwargs:
         return
-    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=trusts_remote_code(args))
+    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=Trust.of(args).trust_remote_code)
     rows = [("A question with tools", offered), ("A question without", None)]
     try:
         shown, plain = map_with_deadline(

@@ -32,7 +32,7 @@ from slime.ray.parts import Evaluation, Parts, load_all
 from slime.ray.utils import COMMON_ACTOR_ENV, NOSET_VISIBLE_DEVICES
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
 from slime.rollout.base_types import call_rollout_fn, eval_samples
-from slime.rollout.config import rollout_config
+from slime.rollout.config import RolloutConfig
 from slime.rollout.engine_client import engine_versions
 from slime.rollout.run_state import RunState, use_run
 from slime.utils.async_utils import StallTimeout, run
@@ -76,7 +76,7 @@ class BackgroundEvaluator(Watched):
         """Evaluate every data set; log and return the metrics of those that one weight version answered."""
         start = time.monotonic()
         self.run.begin(rollout_id)
-        config = rollout_config(self.args)
+        config = RolloutConfig.of(self.args)
         before = run(engine_versions(config))
         call = PluginCall("--eval-function-path", self.args.eval_function_path)
         work = (self.eval_rollout, self.args, rollout_id, self.data_source)

@@ -11,7 +11,7 @@ import ray
 from slime.backends.megatron_utils.models import dtype_of_fp32
 from slime.backends.sglang_utils.sglang_config import ModelConfig, ServerGroupConfig, served_dtype, trainer_dtype
 from slime.ext.external_engines.discovery import ExternalEngineInfo, check_capabilities
-from slime.flags.security import job_secret
+from slime.flags.security import Trust
 from slime.ray.engines.actor import PortCursors, start_engine_actor
 from slime.ray.engines.group import EngineGroup
 from slime.ray.engines.models import RolloutServer, server_of
@@ -54,7 +54,7 @@ def adopt_external_engines(args: Namespace, gpus: GpuSlice) -> list[RolloutServe
             restarts=False,
             dtype=dtype,
             weight_loaders=tuple(info.server_args.get("custom_weight_loader") or ()),
-            worker_key=job_secret(args),
+            worker_key=Trust.of(args).job_secret,
             nodes_per_engine=1,
         )
         group.info = info

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.backends.sglang_utils.server_control import NoAnswer, ServerControl
-from slime.flags.security import job_secret
+from slime.flags.security import Trust
 from slime.utils import sglang_meta
 from slime.utils.errors import ConfigError, DataError, EngineError, ProcessError
 from slime.utils.net import http_url
@@ -153,7 +153,7 @@ def check_capabilities(args: Namespace, info: ExternalEngineInfo) -> None:
                 f"the external engine {info.url} does {info.worker_type} only, and --rollout-top-p "
                 f"{args.rollout_top_p:g} needs engines that do both; start regular ones, or set --rollout-top-p 1."
             )
-        check_returns_nuclei(ServerControl(info.url, api_key=job_secret(args)), top_p=args.rollout_top_p)
+        check_returns_nuclei(ServerControl(info.url, api_key=Trust.of(args).job_secret), top_p=args.rollout_top_p)
     served = told.get("model_path")
     if served and served != args.hf_checkpoint:
         logger.warning(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.flags.group import FlagGroup
-from slime.flags.security import job_secret
+from slime.flags.security import Trust
 
 
 def ask_external_engines(args: Namespace) -> None:
@@ -13,7 +13,7 @@ def ask_external_engines(args: Namespace) -> None:
     if args.rollout_external and not args.debug_train_only:
         from slime.ext.external_engines.discovery import discover
 
-        infos = discover(args.rollout_external_engine_addrs, job_secret(args))
+        infos = discover(args.rollout_external_engine_addrs, Trust.of(args).job_secret)
         args.rollout_external_engine_infos = infos
         args.rollout_num_engines = len(infos)
         args.rollout_num_gpus = sum(info.num_gpus for info in infos)

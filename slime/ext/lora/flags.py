@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from slime.flags.checkpoint import has_finished_save, is_huggingface_folder, is_release
-from slime.flags.config import backend_flags
+from slime.flags.config import BackendFlags
 from slime.flags.debug import template_problem
 from slime.flags.group import FlagGroup, flag_of
 from slime.flags.kinds import file_path, fraction_below_one, named_path, positive_float, positive_int
@@ -174,7 +174,7 @@ def check_lora(args: Namespace) -> Iterator[str]:
 
 
 def _adapter_push_problems(args: Namespace) -> Iterator[str]:
-    if (size := backend_flags(args).sglang_dp_size or 1) > 1:
+    if (size := BackendFlags.of(args).sglang_dp_size or 1) > 1:
         yield f"--sglang-dp-size {size} does not go with --lora-push adapter; drop it or use --lora-push merged."
     if (base := lora_base(args)) != args.hf_checkpoint:
         yield (

@@ -15,7 +15,7 @@ from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.ext.lora.engine_adapters import as_engines_call
 from slime.ext.lora.flags import ALL_LINEAR, LoraConfig, engine_adapters, lora_base, lora_config
 from slime.ext.lora.peft_folder import TENSOR_FILE, read_peft_config
-from slime.flags.config import backend_flags
+from slime.flags.config import BackendFlags
 from slime.flags.group import flag_of
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.stored_tensors import read_header
@@ -175,7 +175,7 @@ def _modules(args: Namespace, config: LoraConfig, *, flag: str, remedy: str) -> 
         raise ConfigError(
             f"{flag}: SGLang serves no adapters on {', '.join(sorted(refused))} of {weight_map.family}; {remedy}."
         )
-    backend = backend_flags(args).sglang_moe_a2a_backend
+    backend = BackendFlags.of(args).sglang_moe_a2a_backend
     for problem in [*_half_joined(by_parent), *_engine_problems(backend, by_parent)]:
         raise ConfigError(f"{flag}: {problem}, or {remedy}.")
     return set().union(*by_parent.values())

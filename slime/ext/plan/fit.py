@@ -25,7 +25,6 @@ from slime.ext.plan.plan import CARDS, Plan, PlanOptions
 from slime.ext.plan.prompts import image_patches, longest_sample, prompt_lengths, with_image_tokens
 from slime.ext.plan.run_flags import RunFlags
 from slime.ext.plan.trainer_memory import GIB
-from slime.flags.config import read_config
 from slime.flags.group import FlagGroup, flag_of
 from slime.flags.parse import GROUPS
 from slime.flags.words import is_flag
@@ -199,7 +198,7 @@ def _variants(
     args: Namespace, cut: Mapping[str, Any], options: PlanOptions, given: set[str]
 ) -> Iterator[dict[str, Any]]:
     """Yield a cut with larger and smaller micro-batches, without and with recompute and offload, the fastest first."""
-    longest = max(longest_sample(read_config(RunFlags, args), options.prompts), *(options.lengths or (1,)))
+    longest = max(longest_sample(RunFlags.of(args), options.prompts), *(options.lengths or (1,)))
     least = -(-longest // cut["context_parallel_size"] // 1024) * 1024
     is_packed = args.use_dynamic_batch_size and "--max-tokens-per-gpu" not in given
     for offload, granularity, times in product(

@@ -59,7 +59,6 @@ from slime.ext.plan.trainer_memory import (
 )
 from slime.flags.algorithm import uses_reference
 from slime.flags.cluster import plan_gpus
-from slime.flags.config import read_config
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import SlimeError
 
@@ -74,7 +73,7 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
     notes = list(_notes(args, options))
     if not args.debug_rollout_only:
         check_expert_layout(args)
-    run = read_config(RunFlags, args)
+    run = RunFlags.of(args)
     dims, sizes = model_dims(args, hf_config), ParallelSizes.from_args(args)
     images = image_patches(dims, options)
     options = with_image_tokens(dims, options, images)

@@ -13,7 +13,7 @@ from slime.ext.plan.layout import ParallelSizes
 from slime.ext.plan.plan import PlanOptions
 from slime.ext.plan.run_flags import RunFlags
 from slime.ext.plan.traffic import StepWork, reference_lengths
-from slime.flags.security import trusts_remote_code
+from slime.flags.security import Trust
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.prompt_files import readers_of, split_path
 from slime.rollout.tools import toolbox
@@ -45,7 +45,7 @@ def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
         return ()
     if not any((Path(checkpoint) / file).is_file() for file in TOKENIZER_FILES):
         return ()
-    tokenizer = load_tokenizer(checkpoint, trust_remote_code=trusts_remote_code(args))
+    tokenizer = load_tokenizer(checkpoint, trust_remote_code=Trust.of(args).trust_remote_code)
 
     def open_one(source: Mapping[str, Any]) -> Dataset:
         name, rows = split_path(source["path"])

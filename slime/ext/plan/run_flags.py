@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime.flags.config import FlagConfig
+
 
 @dataclass(frozen=True, kw_only=True)
-class RunFlags:
+class RunFlags(FlagConfig):
     """Flags of a run, under their names."""
 
     debug_rollout_only: bool

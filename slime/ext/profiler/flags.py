@@ -7,22 +7,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from slime.flags.config import FlagConfig
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path, non_negative_int, positive_int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    """Profiles and memory snapshots of the trainer."""
-
-    use_pytorch_profiler: bool
-    profile_target: list[str]
-    profile_step_start: int
-    profile_step_end: int
-    tensorboard_dir: str | None
-    record_memory_history: bool
-    memory_snapshot_dir: str
-    memory_snapshot_num_steps: int | None
 
 
 def add_profiler_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +42,20 @@ def add_profiler_arguments(parser: argparse.ArgumentParser) -> None:
         default=["train_overall"],
         help="Part of training to profile.",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig(FlagConfig, flags=(add_profiler_arguments,)):
+    """Profiles and memory snapshots of the trainer."""
+
+    use_pytorch_profiler: bool
+    profile_target: list[str]
+    profile_step_start: int
+    profile_step_end: int
+    tensorboard_dir: str | None
+    record_memory_history: bool
+    memory_snapshot_dir: str
+    memory_snapshot_num_steps: int | None
 
 
 def check_profiler(args: Namespace) -> Iterator[str]:

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from slime.ext.profiler.flags import ProfileConfig, add_profiler_arguments
-from slime.flags.config import read_config
+from slime.ext.profiler.flags import ProfileConfig
 from slime.observability.telemetry import Sink
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ class TrainProfiler(Sink):
     """The profiler of one rank of a trainer; idle in other processes."""
 
     def __init__(self, args: Namespace, process: str, *, primary: bool) -> None:
-        self._config = read_config(ProfileConfig, args, add_profiler_arguments)
+        self._config = ProfileConfig.of(args)
         self._rank = process.split()[-1]
         self._is_rank = self._rank.isdigit()
         self._running: tuple[str, torch.profiler.profile] | None = None

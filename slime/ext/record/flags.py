@@ -5,28 +5,10 @@ from __future__ import annotations
 import argparse
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
 
-from slime.flags.config import read_config
+from slime.flags.config import FlagConfig
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import non_negative_int, port_number, positive_float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordConfig:
-    """What of its samples a run records."""
-
-    record_samples: int | None
-    record_max_gib: float
-    reward_key: str | None = None
-    """Entry of a dict reward that statistics read."""
-    eval_reward_key: str | None = None
-    """The same in evaluations."""
-
-
-def record_config(args: Any) -> RecordConfig:
-    """Return what ``args``, complete or not, says is recorded."""
-    return read_config(RecordConfig, args, add_record_arguments)
 
 
 def _sample_count(text: str) -> int | None:
@@ -61,6 +43,18 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
         help="Serve one Prometheus page of the whole job at this port of the driver's machine: what is logged, the "
         "state of the engines, and the pages of engines and routers.",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordConfig(FlagConfig, flags=(add_record_arguments,)):
+    """What of its samples a run records."""
+
+    record_samples: int | None
+    record_max_gib: float
+    reward_key: str | None = None
+    """Entry of a dict reward that statistics read."""
+    eval_reward_key: str | None = None
+    """The same in evaluations."""
 
 
 def derive_expert_load(args: Namespace) -> None:

@@ -23,8 +23,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 
 from slime.ext.record.job_state import Ask, JobState, job_state
 from slime.ext.record.scraping import scraped_families
-from slime.flags.observability import tracking_config
-from slime.flags.security import job_secret
+from slime.flags.observability import TrackingConfig
+from slime.flags.security import Trust
 from slime.observability.metrics_file import NewRecords, metrics_path
 from slime.observability.telemetry import Sink
 from slime.ray.utils import listen_address
@@ -216,8 +216,8 @@ class PrometheusSink(Sink):
         self.page: MetricsPage | None = None
         if primary:
             names = [dataset.name for dataset in args.eval_datasets or ()]
-            logged = LoggedMetrics(metrics_path(tracking_config(args)), names)
-            host, secret = listen_address(), job_secret(args)
+            logged = LoggedMetrics(metrics_path(TrackingConfig.of(args)), names)
+            host, secret = listen_address(), Trust.of(args).job_secret
             self.page = MetricsPage(args.prometheus_port, logged, lambda: self._ask(), host=host, secret=secret)
 
     def offer(self, ask: Ask) -> None:

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from slime.ext.record.flags import record_config
+from slime.ext.record.flags import RecordConfig
 from slime.ext.record.job_state import Ask
 from slime.ext.record.use_sampler import UseSampler
 from slime.ext.record.writer import RecordWriter
-from slime.flags.observability import tracking_config
+from slime.flags.observability import TrackingConfig
 from slime.observability import telemetry
 from slime.observability.metric_utils import compute_rollout_step
 from slime.observability.metrics_file import plain, run_folder
@@ -68,13 +68,13 @@ class RecordSink(Sink):
     wants = ("details",)
 
     def __init__(self, args: Namespace, process: str, *, primary: bool) -> None:
-        self.config, self._args = record_config(args), args
+        self.config, self._args = RecordConfig.of(args), args
         self.writer: RecordWriter | None = None
         self._use: UseSampler | None = None
         self._is_primary = primary
         self._dropped: list[tuple[Sample, str]] = []
         """By filters since the last rollout."""
-        folder = run_folder(tracking_config(args))
+        folder = run_folder(TrackingConfig.of(args))
         if folder is None or not (primary or (folder / CONFIG_FILE).exists()):
             return
         try:

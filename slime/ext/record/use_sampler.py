@@ -19,8 +19,8 @@ from statistics import fmean
 from typing import IO, Any
 
 from slime.ext.record.job_state import Ask, JobState, job_state
-from slime.flags.observability import tracking_config
-from slime.flags.security import job_secret
+from slime.flags.observability import TrackingConfig
+from slime.flags.security import Trust
 from slime.utils.errors import ConfigError
 from slime.utils.files import user_folder
 
@@ -51,14 +51,14 @@ class UseSampler:
 
     def __init__(self, args: Namespace, nvml: Any = None, host: str = "") -> None:
         self._of_host = host and f"/{host}"
-        self._secret = job_secret(args)
+        self._secret = Trust.of(args).job_secret
         self._ask: Callable[[], JobState] | None = None
         self._samples: dict[str, list[float]] = defaultdict(list)
         self._guard, self._end = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         self._claim: IO[str] | None = None
         self._nvml, self._gpus = nvml, list[Any]()
-        self._open_gpus(f"gpu-use-{tracking_config(args).wandb_run_id}")
+        self._open_gpus(f"gpu-use-{TrackingConfig.of(args).wandb_run_id}")
 
     def _open_gpus(self, claim: str) -> None:
         """Take the GPUs of this machine, unless it has none or another process of the run has them."""

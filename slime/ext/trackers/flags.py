@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
-from slime.flags.config import read_config
+from slime.flags.config import FlagConfig
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path, http_url
 from slime.flags.observability import wandb_name
@@ -24,30 +23,6 @@ from slime.utils import env
 logger = logging.getLogger(__name__)
 
 WANDB_VARIABLE = "WANDB_API_KEY"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackersConfig:
-    """Settings of the trackers."""
-
-    wandb_mode: str | None
-    wandb_dir: str | None
-    wandb_key: str | None
-    wandb_host: str | None
-    wandb_team: str | None
-    wandb_group: str | None
-    wandb_project: str | None
-    wandb_random_suffix: bool
-    tb_project_name: str | None
-    tb_experiment_name: str | None
-    trackio_project: str
-    mlflow_uri: str | None
-    mlflow_experiment: str
-
-
-def trackers_config(args: Any) -> TrackersConfig:
-    """Return what ``args``, complete or not, says of trackers."""
-    return read_config(TrackersConfig, args, add_tracker_arguments)
 
 
 def add_tracker_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +68,25 @@ def add_tracker_arguments(parser: argparse.ArgumentParser) -> None:
         help="A server's address or sqlite:///FILE. Default: mlflow.db in the run's folder.",
     )
     others.add_argument("--mlflow-experiment", default="slime", metavar="NAME", help="Experiment in MLflow.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackersConfig(FlagConfig, flags=(add_tracker_arguments,)):
+    """Settings of the trackers."""
+
+    wandb_mode: str | None
+    wandb_dir: str | None
+    wandb_key: str | None
+    wandb_host: str | None
+    wandb_team: str | None
+    wandb_group: str | None
+    wandb_project: str | None
+    wandb_random_suffix: bool
+    tb_project_name: str | None
+    tb_experiment_name: str | None
+    trackio_project: str
+    mlflow_uri: str | None
+    mlflow_experiment: str
 
 
 def derive_wandb_key(args: Namespace) -> None:

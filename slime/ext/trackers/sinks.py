@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-from slime.ext.trackers.flags import trackers_config
-from slime.flags.observability import tracking_config
+from slime.ext.trackers.flags import TrackersConfig
+from slime.flags.observability import TrackingConfig
 from slime.observability.metrics_file import plain, run_folder
 from slime.observability.telemetry import Sink
 from slime.utils import env
@@ -50,8 +50,8 @@ RUN_TAG = "slime.run"
 class _Tracker(Sink):
     def __init__(self, args: Namespace, process: str = "", *, primary: bool = False) -> None:
         self._args, self._is_primary = args, primary
-        self._config = trackers_config(args)
-        tracking = tracking_config(args)
+        self._config = TrackersConfig.of(args)
+        tracking = TrackingConfig.of(args)
         self._folder, self._run_id = run_folder(tracking), tracking.wandb_run_id
         self._name = self._run_id or str(self._folder)
         self._is_open = False

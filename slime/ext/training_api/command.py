@@ -17,7 +17,6 @@ from slime.ext.training_api.server import application
 from slime.ext.training_api.service import TrainingService
 from slime.ext.training_api.settings import ServiceSettings
 from slime.ext.training_api.wire import TextLimits
-from slime.flags.config import read_config
 from slime.utils.aiohttp_threaded import KEEPALIVE_S, FilteredAccessLogger
 from slime.utils.errors import ConfigError, ProcessError
 from slime.utils.net import format_host_port, is_loopback
@@ -66,7 +65,7 @@ def read_keys(config: TrainingApiConfig) -> tuple[str, ...]:
 
 def settings_of(args: Namespace, *, max_length: int) -> ServiceSettings:
     """Return what the flags ask for; ``max_length``: tokens of the longest sequence."""
-    config = read_config(TrainingApiConfig, args)
+    config = TrainingApiConfig.of(args)
     return ServiceSettings(
         model_name=config.training_api_model_name or args.hf_checkpoint,
         limits=TextLimits(args.vocab_size, max_length),

@@ -19,7 +19,7 @@ from slime.ext.training_api.backend import (
     SamplingParams,
     StopReason,
 )
-from slime.flags.security import job_secret
+from slime.flags.security import Trust
 from slime.ray.engines.ray_engine import RayEngine
 from slime.ray.engines.verbs import EngineList
 from slime.ray.waiting import wait_for
@@ -66,7 +66,8 @@ class EngineSampling:
         )
         init_http_client(known)
         url = http_url(known.sglang_router_ip, known.sglang_router_port)
-        self._url, self._router = f"{url}/generate", ServerControl(url, api_key=job_secret(known), name="the router")
+        self._url = f"{url}/generate"
+        self._router = ServerControl(url, api_key=Trust.of(known).job_secret, name="the router")
         self._router_failures = 0
         self._folders: dict[str, Path] = {}
         self._loaded: dict[Any, set[str]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from slime.flags.config import FlagConfig
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path, non_negative_int, port_number, positive_float, positive_int, text
 
@@ -93,7 +94,7 @@ def add_training_api_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingApiConfig:
+class TrainingApiConfig(FlagConfig):
     """The flags of the training service."""
 
     training_api_host: str

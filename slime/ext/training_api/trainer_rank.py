@@ -10,7 +10,6 @@ from slime.backends.megatron_utils.guide import Guide
 from slime.backends.megatron_utils.update_weight.transport import MakeTransport
 from slime.ext.training_api.adapter_trainer import AdapterTrainer
 from slime.ext.training_api.flags import TrainingApiConfig
-from slime.flags.config import read_config
 
 
 class ServiceRank(MegatronTrainRayActor):
@@ -27,7 +26,7 @@ class ServiceRank(MegatronTrainRayActor):
     ) -> int:
         """Build and load the model; see the base class."""
         start = super().init(args, role, with_ref, transforms, transport, guides)
-        config = read_config(TrainingApiConfig, args)
+        config = TrainingApiConfig.of(args)
         self._clients = AdapterTrainer(
             args,
             self.model,

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from slime.flags.security import job_secret
+from slime.flags.security import Trust
 from slime.ray.engines.deadlines import ROLLOUT_MARGIN_S, restart_timeout_s, start_timeout_s
 from slime.ray.engines.group import END_ADVICE, raise_if_given_up
 from slime.ray.engines.lifecycle import EngineEvent
@@ -75,7 +75,8 @@ class EngineFleet:
             wait_until_serving(self.groups, start_timeout_s(self.args.engine_start_timeout_s))
             lines = [line for server in self.servers for line in server.listens_at()]
             if lines != self._said:
-                self._said, guard = lines, "no secret" if job_secret(self.args) is None else "the job's secret"
+                self._said = lines
+                guard = "no secret" if Trust.of(self.args).job_secret is None else "the job's secret"
                 logger.info("listening, guarded by %s: %s", guard, "; ".join(lines))
 
     def stop(self) -> None:

@@ -32,7 +32,7 @@ from slime.backends.sglang_utils.sglang_config import (
 )
 from slime.flags.cluster import plan_gpus
 from slime.flags.parse import record_runtime
-from slime.flags.security import job_secret
+from slime.flags.security import Trust
 from slime.ray.engines.actor import PortCursors
 from slime.ray.engines.deadlines import MAX_START_ATTEMPTS, start_timeout_s
 from slime.ray.engines.group import EngineGroup
@@ -139,7 +139,7 @@ def start_rollout_servers(args: Namespace, gpus: GpuSlice) -> list[RolloutServer
     cursors = PortCursors()
     servers: list[RolloutServer] = []
     gpu_offset = rank_offset = 0
-    layout, secret = resolve_sglang_config(args), job_secret(args)
+    layout, secret = resolve_sglang_config(args), Trust.of(args).job_secret
     num_shared = 0  # how many of the first engine GPUs the trainer uses too
     if args.offload_rollout:
         num_shared = args.actor_num_nodes * args.actor_num_gpus_per_node - plan_gpus(args).rollout_offset
@@ -242,7 +242,7 @@ def _start_router_at(args: Namespace, model: ModelConfig, host: str, port: int) 
         port=port,
         prometheus_port=find_available_port(random.randint(4000, 5000)),
         pd_disaggregation=model.has_prefill_decode,
-        secret=job_secret(args),
+        secret=Trust.of(args).job_secret,
     )
 
 
@@ -271,7 +271,7 @@ def server_of(args: Namespace, model: ModelConfig, *, is_first: bool) -> Rollout
     """
     start_at = partial(_start_router_at, args, model)
     if is_first and args.sglang_router_ip and args.sglang_router_port:
-        router = adopt_router(args.sglang_router_ip, args.sglang_router_port, secret=job_secret(args))
+        router = adopt_router(args.sglang_router_ip, args.sglang_router_port, secret=Trust.of(args).job_secret)
     else:
         router = _start_own_router(start_at, args.sglang_router_port if is_first else None)
     routers = dict(args.sglang_model_routers or {})

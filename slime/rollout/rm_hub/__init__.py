@@ -18,8 +18,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from slime.flags.reward import BOXED_PREFIX, RM_TYPES, RewardConfig, reward_config
-from slime.flags.security import trusts_remote_code
+from slime.flags.reward import BOXED_PREFIX, RM_TYPES, RewardConfig
+from slime.flags.security import Trust
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import compute_gpqa_reward
@@ -79,14 +79,14 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
         NotImplementedError: the reward type does not exist or is not set.
         GraderError: ``--rm-max-failures`` consecutive gradings have failed.
     """
-    config = reward_config(args)
+    config = RewardConfig.of(args)
     path, rm_type = _custom_path(config, sample), _rm_type(config, sample)
 
     async def grade() -> list[Any]:
         if path:
             return [await _call_custom(config, path, args, sample, **kwargs)]
         strips = config.hf_checkpoint and rm_type != "remote_rm"
-        ends = _end_tokens(config.hf_checkpoint, trusts_remote_code(args)) if strips else ()
+        ends = _end_tokens(config.hf_checkpoint, Trust.of(args).trust_remote_code) if strips else ()
         return [await _grade(args, _without_end(sample, ends), rm_type, config.rm_timeout_s)]
 
     # A built-in grader either always returns the selected reward entry or never does, which is a mistake in the flags.
@@ -122,7 +122,7 @@ def asks_for_lists(args: Namespace) -> bool:
 
     It does not if its second parameter is named ``sample``, unless that parameter is annotated as a list.
     """
-    path = reward_config(args).custom_rm_path
+    path = RewardConfig.of(args).custom_rm_path
     if not path:
         return False
     parameters = list(inspect.signature(load_function(path)).parameters.values())
@@ -198,7 +198,7 @@ async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any
     ``--custom-rm-path`` grades all of them in one call.  Without it, or if a sample has another ``custom_rm_path``,
     each sample is graded separately.
     """
-    config = reward_config(args)
+    config = RewardConfig.of(args)
     path = config.custom_rm_path
     if not path or any(_custom_path(config, sample) != path for sample in samples):
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))

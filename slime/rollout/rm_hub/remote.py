@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from slime.flags.reward import reward_config
+from slime.flags.reward import RewardConfig
 from slime.utils.errors import ConfigError, GraderError
 from slime.utils.http_utils import separate_sessions
 from slime.utils.redaction import redacted_text
@@ -36,7 +36,7 @@ async def remote_rm(args: Namespace, sample: Sample, max_retries: int = 10) -> A
         ConfigError: ``--rm-url`` is empty.
         GraderError: ``max_retries`` attempts failed (see ``ask_patiently``).
     """
-    url = reward_config(args).rm_url
+    url = RewardConfig.of(args).rm_url
     if not url:
         raise ConfigError("--rm-type is remote_rm, but --rm-url is empty; it must be the address of a reward server.")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}

@@ -134,7 +134,7 @@ def evaluator(monkeypatch, folder, data: dict[str, Any], told: list[list[str]]) 
         return told.pop(0)
 
     monkeypatch.setattr(background_eval, "engine_versions", engine_versions)
-    monkeypatch.setattr(background_eval, "rollout_config", lambda args: None)
+    monkeypatch.setattr(background_eval, "RolloutConfig", Namespace(of=lambda args: None))
     made: Any = object.__new__(BackgroundEvaluator)
     made.args = Namespace(
         eval_function_path="mine.evaluate",

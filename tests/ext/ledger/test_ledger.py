@@ -13,7 +13,7 @@ import pytest
 from slime.compose import parts
 from slime.ext.ledger.frames import segment_files
 from slime.ext.ledger.ledger import TRACKER, Ledger
-from slime.flags.reward import reward_config
+from slime.flags.reward import RewardConfig
 from slime.ray.save_lock import lock_folders
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -379,7 +379,7 @@ def test_what_was_not_graded_is_asked_for_again_after_a_restart(tmp_path):
     [group] = process.source.get_samples(1)
     for sample in group:
         process.answer(sample, "stop")
-        [sample.reward] = asyncio.run(grade_by_policy(reward_config(Namespace()), [sample], fails))
+        [sample.reward] = asyncio.run(grade_by_policy(RewardConfig.of(Namespace()), [sample], fails))
     assert not any(sample.is_graded for sample in group)
     process.ledger.journal.record_finished(group)
     process.die()

@@ -1,4 +1,4 @@
-"""read_config: attributes, else the defaults of the flags, else those of the config."""
+"""FlagConfig: attributes, else the defaults of the flags, else those of the config."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from slime.flags.config import backend_flags, flag_defaults, read_config
-from slime.flags.observability import metrics_config, tracking_config
-from slime.flags.reward import add_reward_arguments, reward_config
+from slime.flags.config import BackendFlags, FlagConfig, flag_defaults
+from slime.flags.observability import MetricsConfig, TrackingConfig
+from slime.flags.reward import RewardConfig, add_reward_arguments
 
 
 def add_group(parser: ArgumentParser) -> None:
@@ -19,21 +19,25 @@ def add_group(parser: ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(FlagConfig, flags=(add_group,)):
     seconds: float
     rows: int = 0
     path: str | None = None
 
 
 def test_an_attribute_wins_then_the_flags_default_then_the_fields():
-    assert read_config(Config, Namespace(seconds=1.0, path="a.b"), add_group) == Config(seconds=1.0, path="a.b")
-    assert read_config(Config, Namespace(rows=None), add_group).rows is None
-    assert read_config(Config, Namespace(), add_group) == Config(seconds=5.0, rows=0)
+    assert Config.of(Namespace(seconds=1.0, path="a.b")) == Config(seconds=1.0, path="a.b")
+    assert Config.of(Namespace(rows=None)).rows is None
+    assert Config.of(Namespace()) == Config(seconds=5.0, rows=0)
 
 
 def test_what_nobody_gives_a_value_is_an_error():
+    @dataclass(frozen=True, kw_only=True)
+    class Required(FlagConfig):
+        seconds: float
+
     with pytest.raises(TypeError, match="seconds"):
-        read_config(Config, Namespace())
+        Required.of(Namespace())
 
 
 def test_the_defaults_are_those_that_the_parser_gives():
@@ -42,8 +46,8 @@ def test_the_defaults_are_those_that_the_parser_gives():
     assert dict(flag_defaults(add_reward_arguments)) == vars(parser.parse_args([]))
 
 
-@pytest.mark.parametrize("make", [reward_config, tracking_config, metrics_config, backend_flags])
-def test_a_config_comes_from_an_empty_namespace_and_stays_as_it_is(make):
-    config = make(Namespace())
+@pytest.mark.parametrize("config_class", [RewardConfig, TrackingConfig, MetricsConfig, BackendFlags])
+def test_a_config_comes_from_an_empty_namespace_and_stays_as_it_is(config_class):
+    config = config_class.of(Namespace())
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(config, dataclasses.fields(config)[0].name, 1)

@@ -35,7 +35,7 @@ from argparse import Namespace
 from slime.flags.parse import GROUPS
 from slime.flags.group import derive_all, problems_of
 from slime.flags.parser import Parser
-from slime.flags.reward import reward_config
+from slime.flags.reward import RewardConfig
 from slime.utils.errors import ConfigError
 
 parser = Parser(GROUPS)
@@ -55,8 +55,8 @@ print(json.dumps({
     "parsed": complete("--rm-patience-s", "7").rm_patience_s,
     "derived": complete("--rm-timeout-s", "50").rm_patience_s,
     "checked": [message for message in problems_of(wrong, GROUPS) if "patience" in message],
-    "config": reward_config(complete("--rm-patience-s", "7")).rm_patience_s,
-    "config of a small namespace": reward_config(Namespace(rm_type="math")).rm_patience_s,
+    "config": RewardConfig.of(complete("--rm-patience-s", "7")).rm_patience_s,
+    "config of a small namespace": RewardConfig.of(Namespace(rm_type="math")).rm_patience_s,
 }))
 """
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 import pytest
 
 from slime.flags.checkpoint import TRACKER
-from slime.flags.config import backend_flags
+from slime.flags.config import BackendFlags
 from slime.flags.fault_tolerance import check_on_nan
 from slime.flags.group import derive_all
 from slime.flags.parse import GROUPS, args_to_resume, slime_validate_args
@@ -240,7 +240,7 @@ def test_a_trainer_that_has_its_state_reads_no_checkpoint(resolved):
 )
 def test_what_a_number_that_is_not_finite_does(resolved, flags, on_nan, checks):
     args = resolved(*flags)
-    assert (args.on_nan, backend_flags(args).check_for_nan_in_loss_and_grad) == (on_nan, checks)
+    assert (args.on_nan, BackendFlags.of(args).check_for_nan_in_loss_and_grad) == (on_nan, checks)
 
 
 @pytest.mark.parametrize("word", [None, "stop"])

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from slime.flags.security import (
+    Trust,
     check_security,
     derive_job_secret,
-    job_secret,
 )
 from slime.utils.errors import ConfigError
 
@@ -25,13 +25,13 @@ def flags(**given) -> Namespace:
 def derived(**given) -> str | None:
     args = flags(**given)
     derive_job_secret(args)
-    return job_secret(args)
+    return Trust.of(args).job_secret
 
 
 def test_every_job_has_a_secret_of_its_own_and_namespaces_without_one_have_none():
     first, second = derived(), derived()
     assert first and second and first != second and len(first) >= 40
-    assert job_secret(Namespace()) is None
+    assert Trust.of(Namespace()).job_secret is None
 
 
 @pytest.mark.parametrize("flag", ["sglang_api_key", "sglang_admin_api_key", "router_api_key"])

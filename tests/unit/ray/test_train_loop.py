@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import train
-from slime.flags.observability import tracking_config
+from slime.flags.observability import TrackingConfig
 from slime.observability import telemetry
 from slime.observability.metrics_file import append_record, metrics_path, read_records
 from slime.observability.step_line import StepLine
@@ -24,7 +24,7 @@ def test_with_optimizer_steps_as_axis_a_step_has_its_own_metrics_and_its_times_b
         global_batch_size=64, num_rollout=9,
     )  # fmt: skip
     telemetry.start(job.args, "driver")
-    path = metrics_path(tracking_config(job.args))
+    path = metrics_path(TrackingConfig.of(job.args))
     assert path is not None
     job._background, job._step_began, job._step_line = None, 0.0, StepLine(path, num_rollout=9)
     for rollout_id in range(3):

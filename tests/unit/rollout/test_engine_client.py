@@ -12,7 +12,7 @@ import requests
 from slime.backends.sglang_utils.router_process import register_worker, start_router
 from slime.backends.sglang_utils.server_control import ServerControl
 from slime.rollout import config, engine_client
-from slime.rollout.config import rollout_config
+from slime.rollout.config import RolloutConfig
 from slime.rollout.engine_client import WorkerPicker, post_to_worker, router_would_drop
 from slime.utils import http_utils
 from slime.utils.errors import EngineError
@@ -65,7 +65,7 @@ def send(router, prompts: list[list[int]], *, keys: list[str] | None = None, **f
         try:
             return await asyncio.gather(
                 *(
-                    post_to_worker(rollout_config(args), payload(prompt), session_id=keys[i] if keys else None)
+                    post_to_worker(RolloutConfig.of(args), payload(prompt), session_id=keys[i] if keys else None)
                     for i, prompt in enumerate(prompts)
                 )
             )

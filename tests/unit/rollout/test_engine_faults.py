@@ -10,7 +10,7 @@ from argparse import Namespace
 import pytest
 
 from slime.rollout import config, engine_request, sglang_rollout
-from slime.rollout.config import DEFAULT_RETRIES, rollout_config
+from slime.rollout.config import DEFAULT_RETRIES, RolloutConfig
 from slime.utils.errors import DataError, EngineError
 from slime.utils.http_utils import HttpStatusError, close_http_client
 from slime.utils.types import Sample
@@ -106,7 +106,7 @@ def test_a_request_outlives_its_engine_and_keeps_what_the_sample_held():
 
 
 def test_requests_are_repeated_for_as_long_as_an_engine_may_take_to_start():
-    tolerant = rollout_config(
+    tolerant = RolloutConfig.of(
         Namespace(
             use_fault_tolerance=True,
             engine_start_timeout_s=600.0,
@@ -116,8 +116,8 @@ def test_requests_are_repeated_for_as_long_as_an_engine_may_take_to_start():
     )
     assert tolerant.request_retries == DEFAULT_RETRIES + 660
     assert tolerant.bad_answer_patience_s == 90.0
-    assert rollout_config(Namespace()).request_retries == DEFAULT_RETRIES
-    assert rollout_config(Namespace()).bad_answer_patience_s == 0.0
+    assert RolloutConfig.of(Namespace()).request_retries == DEFAULT_RETRIES
+    assert RolloutConfig.of(Namespace()).bad_answer_patience_s == 0.0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slime.rollout import engine_client, sglang_rollout
-from slime.rollout.config import rollout_config
+from slime.rollout.config import RolloutConfig
 from slime.rollout.engine_request import (
     _payload,
     _prepare_prompt_ids,
@@ -128,7 +128,7 @@ def test_ids_go_with_one_token_for_each_image_where_it_is_known(monkeypatch):
     monkeypatch.setattr("slime.rollout.engine_request.encode_image_for_rollout_engine", lambda image: image)
     sample = Sample(prompt="a", multimodal_inputs={"images": ["x", "y"]})
     payload = _payload(
-        rollout_config(Namespace(use_rollout_routing_replay=False)),
+        RolloutConfig.of(Namespace(use_rollout_routing_replay=False)),
         sample,
         [7, 9, 9, 9, 8, 7, 9, 8, 8, 5],
         {},
@@ -140,7 +140,7 @@ def test_ids_go_with_one_token_for_each_image_where_it_is_known(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["videos", "audio"])
 def test_what_is_no_image_is_refused_before_it_is_left_out_of_the_request(kind):
-    config = rollout_config(Namespace(use_rollout_routing_replay=False))
+    config = RolloutConfig.of(Namespace(use_rollout_routing_replay=False))
     sample = Sample(index=4, prompt="a", multimodal_inputs={"images": None, kind: ["x"]})
     with pytest.raises(DataError, match=f"Sample 4 has {kind}; .*--custom-generate-function-path"):
         _payload(config, sample, [7], {})
@@ -174,7 +174,7 @@ def test_siblings_share_the_pixels_of_one_run_of_the_processor():
 def test_images_are_sent_with_the_text_instead_of_the_ids(monkeypatch):
     monkeypatch.setattr("slime.rollout.engine_request.encode_image_for_rollout_engine", lambda image: f"data:{image}")
     sample = Sample(prompt="a", response="b", multimodal_inputs={"images": ["img"]})
-    payload = _payload(rollout_config(Namespace(use_rollout_routing_replay=True)), sample, [1], {"n": 1})
+    payload = _payload(RolloutConfig.of(Namespace(use_rollout_routing_replay=True)), sample, [1], {"n": 1})
     assert payload == {
         "sampling_params": {"n": 1},
         "return_logprob": True,
@@ -205,7 +205,8 @@ def test_fields_that_the_router_loses_are_known(payload, lost):
 
 def test_consistent_hashing_moves_only_the_keys_of_a_lost_worker():
     engine_client.WorkerPicker.clear_instances()
-    config = rollout_config(Namespace(sglang_router_ip="h", sglang_router_port=1, router_policy="consistent_hashing"))
+    engines = Namespace(sglang_router_ip="h", sglang_router_port=1, router_policy="consistent_hashing")
+    config = RolloutConfig.of(engines)
     picker = engine_client.WorkerPicker(config)
     keys = [str(i) for i in range(200)]
     before = {key: picker.choose(["a", "b", "c"], key) for key in keys}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.rollout import sglang_streaming_rollout
-from slime.rollout.config import rollout_config
+from slime.rollout.config import RolloutConfig
 from slime.rollout.engine_client import abort_engines
 from slime.rollout.sglang_rollout import GenerateState, generate
 from slime.rollout.sglang_streaming_rollout import generate_streaming
@@ -70,7 +70,7 @@ def test_an_aborted_stream_keeps_its_tokens_and_goes_on_from_them(serve):
         task = asyncio.create_task(generate_streaming(args, sample, dict(PARAMS)))
         await until(lambda: engine.in_flight)
         await asyncio.sleep(0.5)  # ten tokens arrive
-        await abort_engines(rollout_config(args))
+        await abort_engines(RolloutConfig.of(args))
         await task
 
     run(interrupt())
@@ -129,7 +129,7 @@ def test_streams_that_break_without_an_end_are_an_error_after_as_many_tries_as_o
         with pytest.raises(EngineError, match="503"):
             run(ask(args, Sample(index=0, prompt="abc"), dict(PARAMS)))
         asked.append(len(engine.payloads) - before)
-    assert asked[0] == asked[1] == rollout_config(args).request_retries + 1 >= 61
+    assert asked[0] == asked[1] == RolloutConfig.of(args).request_retries + 1 >= 61
 
 
 def test_a_cancelled_request_keeps_what_had_arrived(serve):

@@ -9,7 +9,7 @@ from argparse import Namespace
 import pytest
 
 from slime.rollout import engine_client
-from slime.rollout.config import rollout_config
+from slime.rollout.config import RolloutConfig
 from slime.rollout.staleness import (
     StalenessBound,
     VersionClock,
@@ -56,7 +56,7 @@ def loop(interval: int, start: int, num_rollouts: int, *, ahead: bool) -> list[t
 @pytest.mark.parametrize("start", [0, 3, 10])
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_the_clock_knows_what_the_trainer_will_hold_in_a_loop_that_generates_ahead(interval, start):
-    clock = VersionClock(rollout_config(Namespace(update_weights_interval=interval)), first_rollout_id=start)
+    clock = VersionClock(RolloutConfig.of(Namespace(update_weights_interval=interval)), first_rollout_id=start)
     events = loop(interval, start, 12, ahead=True)
     for rollout_id, in_engines, _ in events:
         clock.observe(in_engines, rollout_id)
@@ -65,14 +65,14 @@ def test_the_clock_knows_what_the_trainer_will_hold_in_a_loop_that_generates_ahe
 
 
 def test_the_clock_knows_it_too_when_each_rollout_is_pushed_before_the_next_begins():
-    clock = VersionClock(rollout_config(Namespace(update_weights_interval=1)), first_rollout_id=5)
+    clock = VersionClock(RolloutConfig.of(Namespace(update_weights_interval=1)), first_rollout_id=5)
     for rollout_id, in_engines, trained in loop(1, 5, 6, ahead=False):
         clock.observe(in_engines, rollout_id)
         assert clock.trained_at(rollout_id) == trained == in_engines
 
 
 def test_the_last_rollout_for_a_version_is_the_last_one_within_the_bound():
-    clock = VersionClock(rollout_config(Namespace(update_weights_interval=3)))
+    clock = VersionClock(RolloutConfig.of(Namespace(update_weights_interval=3)))
     clock.observe(5, 7)
     for limit in range(4):
         for version in range(3, 9):
@@ -90,7 +90,7 @@ def test_an_engine_that_does_not_tell_its_version_has_none_until_it_is_asked_aga
         return urls
 
     monkeypatch.setattr(engine_client, "worker_urls", known)
-    clock = VersionClock(rollout_config(Namespace(update_weights_interval=1)))
+    clock = VersionClock(RolloutConfig.of(Namespace(update_weights_interval=1)))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         urls.append(f"http://127.0.0.1:{silent.getsockname()[1]}")
         run(clock.refresh(0))
@@ -110,7 +110,7 @@ def test_with_both_rules_no_group_is_late_whatever_requests_take(limit):
     dice = random.Random(limit)
     batch_size, num_rollouts, interval = 4, 60, dice.choice([1, 2])
     bound = StalenessBound(
-        rollout_config(Namespace(max_staleness=limit, update_weights_interval=interval)), first_rollout_id=0
+        RolloutConfig.of(Namespace(max_staleness=limit, update_weights_interval=interval)), first_rollout_id=0
     )
     in_flight: list[int] = []
     ready: list[int] = []

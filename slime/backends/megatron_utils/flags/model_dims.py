@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slime.backends.megatron_utils.models import family_of_spec
-from slime.flags.config import read_config
-from slime.flags.data import BatchConfig, add_data_arguments
+from slime.flags.data import BatchConfig
 from slime.train_data.model_dims import AttentionKind, ModelDims, TowerDims
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def schedule_config(
     """Return the packing that the flags request, for a trainer of these parallel sizes."""
     from slime.train_data.schedule import ScheduleConfig
 
-    batch = read_config(BatchConfig, args, add_data_arguments)
+    batch = BatchConfig.of(args)
     is_balanced = batch.balance_data or batch.balance_by_flops
     return ScheduleConfig(
         dp_size=dp_size,

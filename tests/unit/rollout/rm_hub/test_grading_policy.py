@@ -16,7 +16,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from slime.flags.reward import reward_config
+from slime.flags.reward import RewardConfig
 from slime.rollout import rm_hub
 from slime.rollout.rm_hub import async_rm, math_utils, policy, remote
 from slime.rollout.rm_hub.policy import GraderThreads, check_graded
@@ -123,10 +123,10 @@ def test_failures_in_a_row_end_the_run_with_the_first_cause():
 def test_a_rollout_without_a_graded_response_ends_a_run_too_short_for_the_row():
     failed = [Sample(metadata={"reward_error": "KeyError: 'x'"}), Sample(metadata={"reward_error": "ValueError: y"})]
     with pytest.raises(GraderError, match="None of the 2 responses .* failed with KeyError: 'x'.*--rm-max-failures 0"):
-        check_graded(reward_config(args()), failed)
-    check_graded(reward_config(args()), [*failed, Sample(metadata=None)])
-    check_graded(reward_config(args(rm_max_failures=0)), failed)
-    check_graded(reward_config(args()), [])
+        check_graded(RewardConfig.of(args()), failed)
+    check_graded(RewardConfig.of(args()), [*failed, Sample(metadata=None)])
+    check_graded(RewardConfig.of(args(rm_max_failures=0)), failed)
+    check_graded(RewardConfig.of(args()), [])
 
 
 def test_an_overdue_thread_is_replaced_and_others_are_graded_meanwhile():
