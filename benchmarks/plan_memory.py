@@ -21,6 +21,7 @@ import tempfile
 import time
 from argparse import Namespace
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def run_rank(case: Case, options: argparse.Namespace) -> None:
         args: Namespace = parse_args(argv=trainer_words(case, folder))
     worker = MegatronTrainRayActor()
     worker.set_rendezvous(case.num_gpus, rank, "127.0.0.1", int(os.environ["MASTER_PORT"]))
-    worker.join_process_group(args)
+    worker.join_process_group(args.distributed_backend, timedelta(minutes=args.distributed_timeout_minutes))
     initialize.init(args)
 
     from megatron.core import mpu

@@ -69,13 +69,14 @@ from slime.backends.megatron_utils.data import (  # noqa: E402
     get_data_iterator,
     prepare_rollout_data,
 )
+from slime.backends.megatron_utils.flags.model_dims import schedule_config  # noqa: E402
 from slime.backends.sglang_utils import cpu_shim  # noqa: E402
 from slime.backends.sglang_utils.server_control import ServerControl  # noqa: E402
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
 from slime.ext.fast_push import engine_verbs  # noqa: E402
 from slime.observability.logging_utils import configure_logger, finish_tracking  # noqa: E402
 from slime.observability.rollout_metrics import log_rollout  # noqa: E402
-from slime.ray.rollout_data import check_fan_out, schedule_config_of, train_data_from_samples  # noqa: E402
+from slime.ray.rollout_data import check_fan_out, train_data_from_samples  # noqa: E402
 from slime.rollout.base_types import leaf_samples  # noqa: E402
 from slime.rollout.data_source import RolloutDataSourceWithBuffer  # noqa: E402
 from slime.rollout.rm_hub import async_rm  # noqa: E402
@@ -207,7 +208,7 @@ def measure_between(args: Namespace, actor: Any, watch: Stopwatch, repeat: int, 
         train_data = train_data_from_samples(args, samples)
     with watch.time("schedule"):
         schedule = build_dp_schedule(
-            schedule_config_of(args, parallel),
+            schedule_config(args, parallel),
             [len(tokens) for tokens in train_data.tokens],
             global_batch_size=args.global_batch_size,
             rollout_indices=train_data.rollout_ids,

@@ -31,6 +31,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ def start_trainer(options: argparse.Namespace, extra: list[str], folder: str) ->
     worker = MegatronTrainRayActor()
     port = int(os.environ.get("MASTER_PORT") or get_free_port(29512))
     worker.set_rendezvous(world_size, rank, os.environ.get("MASTER_ADDR", "127.0.0.1"), port)
-    worker.join_process_group(args)
+    worker.join_process_group(args.distributed_backend, timedelta(minutes=args.distributed_timeout_minutes))
     initialize.init(args)
     return args
 

@@ -232,7 +232,7 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
         int(os.environ["MASTER_PORT"]),
         local_rank=options.first_gpu + rank,
     )
-    worker.join_process_group(args)
+    worker.join_process_group(args.distributed_backend, timedelta(minutes=args.distributed_timeout_minutes))
     initialize.init(args)
     model = build_model(args, transforms=load_all(parts(args).transforms), wrap_with_ddp=False)
     hf_config = json.loads((Path(options.work_dir) / "config.json").read_text())

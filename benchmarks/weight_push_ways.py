@@ -33,6 +33,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,7 +204,7 @@ def start_trainer(args: Namespace) -> None:
 
     worker = MegatronTrainRayActor()
     worker.set_rendezvous(1, 0, "127.0.0.1", get_free_port(29512))
-    worker.join_process_group(args)
+    worker.join_process_group(args.distributed_backend, timedelta(minutes=args.distributed_timeout_minutes))
     initialize.init(args)
 
 

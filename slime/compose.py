@@ -46,6 +46,12 @@ SINKS = {
     "use_pytorch_profiler": "slime.ext.profiler.sink:TrainProfiler",
     "record_memory_history": "slime.ext.profiler.sink:TrainProfiler",
 }
+TRAIN_GROUPS = {
+    "release_train": "slime.ext.fast_push.disk.released_trainer:ReleasedTrainGroup",
+    "state_copy_interval": "slime.ext.recovery.copied_trainer:CopiedTrainGroup",
+}
+"""The first one that is chosen replaces the core's."""
+SERVERS = {"rollout_external": "slime.ext.external_engines.adopt:adopt_external_engines"}
 """Flag -> class that a job uses when the flag is set.  The extension declares the flag or derives it from another."""
 OUTPUTS = {"lora_save": str, "update_weight_disk_dir": Path, "update_weight_local_checkpoint_dir": str}
 """Flag -> type of its value; see ``slime.ray.save_lock.lock_outputs`` for what str and Path mean."""
@@ -91,46 +97,23 @@ def parts(args: Namespace) -> Parts:
     critic = vars(args).get("critic_args")
     beside = args.eval_in_background and not args.debug_train_only
     return Parts(
-        sinks=sinks(args),
-        transforms=_chosen(args, TRANSFORMS),
-        critic_transforms=_chosen(critic, TRANSFORMS_OF_BOTH) if critic is not None else (),
-        guides=guides(args),
+        sinks=chosen(args, SINKS),
+        transforms=chosen(args, TRANSFORMS),
+        critic_transforms=chosen(critic, TRANSFORMS_OF_BOTH) if critic is not None else (),
+        guides=chosen(args, GUIDES),
         evaluation=Part("slime.ext.eval_background.evaluation:BackgroundEvaluation") if beside else None,
         observers=observers,
         outputs=outputs,
-        train_group=_train_group(args),
-        servers=_servers(args),
+        train_group=next(iter(chosen(args, TRAIN_GROUPS)), None),
+        servers=next(iter(chosen(args, SERVERS)), None),
         transport=_transport(args),
     )
 
 
-def guides(args: Namespace) -> tuple[Part, ...]:
-    """Return the guides (additional training targets of the policy) that the flags select."""
-    return _chosen(args, GUIDES)
-
-
-def sinks(args: Namespace) -> tuple[Part, ...]:
-    """Return the telemetry sinks that ``args`` selects; ``args`` may be incomplete."""
-    return _chosen(args, SINKS)
-
-
-def _chosen(args: Namespace, table: Mapping[str, str]) -> tuple[Part, ...]:
-    """Return the classes whose flags are set.  If an extension is missing, ``args`` lacks its flags."""
+def chosen(args: Namespace, table: Mapping[str, str]) -> tuple[Part, ...]:
+    """Return the parts in a table above whose flags are set.  If an extension is missing, so are its flags."""
     paths = (path for flag, path in table.items() if vars(args).get(flag) not in (None, False))
     return tuple(Part(path) for path in dict.fromkeys(paths))
-
-
-def _train_group(args: Namespace) -> Part | None:
-    if vars(args).get("release_train"):
-        return Part("slime.ext.fast_push.disk.released_trainer:ReleasedTrainGroup")
-    is_copied = vars(args).get("state_copy_interval") is not None
-    return Part("slime.ext.recovery.copied_trainer:CopiedTrainGroup") if is_copied else None
-
-
-def _servers(args: Namespace) -> Part | None:
-    """Return the part that adopts external engines; None if the core starts the engines or, in tools, none exist."""
-    is_external = vars(args).get("rollout_external")
-    return Part("slime.ext.external_engines.adopt:adopt_external_engines") if is_external else None
 
 
 def _transport(args: Namespace) -> Part | None:

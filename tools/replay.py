@@ -328,9 +328,9 @@ def _print_sample(replay: Replay, position: int) -> None:
     """Print the log-probs of one sample under every checkpoint at hand, and as they were recorded."""
     from slime.backends.megatron_utils import checkpoint
     from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
+    from slime.backends.megatron_utils.flags.model_dims import schedule_config
     from slime.backends.megatron_utils.forward import forward_only
     from slime.backends.megatron_utils.log_probs import get_log_probs_and_entropy
-    from slime.ray.rollout_data import schedule_config_of
     from slime.train_data.convert import samples_to_train_data
     from slime.train_data.schedule import build_dp_schedule
     from slime.train_data.split import split_by_rank
@@ -345,7 +345,7 @@ def _print_sample(replay: Replay, position: int) -> None:
     worker = _start_worker(replay)
     args = worker.args
     batch = samples_to_train_data([samples[position]], [0.0], [0.0], rollout_top_p=args.rollout_top_p)
-    config = schedule_config_of(args, worker.get_parallel_config())
+    config = schedule_config(args, worker.get_parallel_config())
     schedule = build_dp_schedule(config, [len(batch.tokens[0])], global_batch_size=1, rollout_indices=[0])
     data = prepare_rollout_data(split_by_rank(batch, schedule)[0], args.padded_vocab_size)
     iterators = get_data_iterator(data, len(worker.model))

@@ -63,10 +63,10 @@ class TrainWorker(ABC):
             }
         )
 
-    def join_process_group(self, args: Namespace) -> None:
+    def join_process_group(self, cuda_backend: str, timeout: timedelta) -> None:
         """Select the accelerator, and create the default process group and a second, gloo group of all ranks.
 
-        Without CUDA the backend is gloo, whatever ``--distributed-backend`` says.
+        Without CUDA the backend is gloo, not ``cuda_backend``.
 
         Raises:
             ProcessError: ``set_rendezvous`` was not called.
@@ -76,8 +76,7 @@ class TrainWorker(ABC):
         backend = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(self.local_rank)
-            backend = args.distributed_backend
-        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+            backend = cuda_backend
         store = distributed_utils.open_store(
             *self._rendezvous, rank=self.rank, world_size=self.world_size, timeout=timeout
         )

@@ -23,10 +23,10 @@ def init_tracking(args: Namespace, primary: bool = True) -> dict[str, Any]:
     """
     if telemetry.is_open():
         return telemetry.values_of_the_run()
-    from slime.compose import sinks
+    from slime.compose import SINKS, chosen
     from slime.ray.parts import load_all
 
-    return telemetry.start(args, "driver" if primary else "plug-in", load_all(sinks(args)), primary=primary)
+    return telemetry.start(args, "driver" if primary else "plug-in", load_all(chosen(args, SINKS)), primary=primary)
 
 
 def log(args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:

@@ -16,7 +16,8 @@ from slime.observability.telemetry import FLUSH_TIMEOUT_S
 from slime.ray.gpus import GpuSlice
 from slime.ray.parts import CORE, Parts
 from slime.ray.push import WeightPush
-from slime.ray.train_actor import Heartbeats, TrainRayActor, start_ranks
+from slime.ray.train_actor import Heartbeats, TrainRayActor, start_ranks, trainer_environment
+from slime.ray.utils import ray_transport
 from slime.ray.waiting import forget, wait_for
 from slime.utils.errors import CheckpointError, ProcessError
 from slime.utils.misc import Box
@@ -160,9 +161,10 @@ class RayTrainGroup:
         if self.world_size and not self.actors:
             self.actors = start_ranks(
                 self._worker,
-                self.args,
                 self.gpus,
                 self.names,
+                trainer_environment(self.args, self.world_size),
+                takes_tensors=ray_transport(self.args.rollout_data_transport) is not None,
                 gpu_share=self._num_gpus_per_actor,
                 parts=self.parts,
                 rank_class=self.rank_class,

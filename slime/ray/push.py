@@ -124,7 +124,8 @@ class WeightPush:
 
     def _recover_engines(self) -> None:
         """Restart dead engines and wait for those that must take the push."""
-        self.ask_manager("recover_updatable_engines", timeout_s=memory_timeout_s(self.args))
+        timeout_s = memory_timeout_s(self.args.engine_start_timeout_s, self.args.weight_update_timeout_s)
+        self.ask_manager("recover_updatable_engines", timeout_s=timeout_s)
 
     def push_once(self) -> dict[str, float]:
         """Push the current weights once and fill :attr:`excluded` with the engines that did not take them."""

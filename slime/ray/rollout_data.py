@@ -17,7 +17,7 @@ from slime.train_data.columns import RankBatch, TrainBatch
 from slime.train_data.convert import check_columns, is_finite, named_entry, samples_to_train_data
 from slime.train_data.rewards import post_process_rewards
 from slime.train_data.routed_experts import RoutedShape
-from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
+from slime.train_data.schedule import build_dp_schedule
 from slime.train_data.split import split_by_rank
 from slime.utils.errors import DataError, HookError
 from slime.utils.misc import call_hook
@@ -45,9 +45,8 @@ def check_fan_out(groups: Iterable[Any], *, depth: int = 0) -> None:
         check_fan_out(item, depth=depth + 1)
 
 
-def _converted_by_plug_in(args: Namespace, samples: list[Sample]) -> TrainBatch:
-    path = args.custom_convert_samples_to_train_data_path
-    data = call_hook("--custom-convert-samples-to-train-data-path", path, args, samples)
+def _converted_by_plug_in(path: str, data: Any, samples: list[Sample]) -> TrainBatch:
+    """Return the batch of what a converter returned."""
     if isinstance(data, dict) and "tokens" in data and all(sample.rollout_id is None for sample in samples):
         data = {"rollout_ids": list(range(len(data["tokens"])))} | data
     needed = TrainBatch.required()
@@ -58,14 +57,11 @@ def _converted_by_plug_in(args: Namespace, samples: list[Sample]) -> TrainBatch:
             f"--custom-convert-samples-to-train-data-path {path} returned {returned}; it must return a dict of "
             f"columns (slime/train_data/columns.py), {', '.join(needed)} among them."
         )
-    batch = TrainBatch.from_dict(data)
-    check_columns(batch, {column: (allowed, flag) for column, (_, allowed, flag) in args.named_columns.items()})
-    return batch
+    return TrainBatch.from_dict(data)
 
 
-def _rewards_of_plug_in(args: Namespace, samples: list[Sample]) -> tuple[Any, Any]:
-    path = args.custom_reward_post_process_path
-    result = call_hook("--custom-reward-post-process-path", path, args, samples)
+def _rewards_of_plug_in(path: str, result: Any, num_samples: int) -> tuple[Any, Any]:
+    """Return the raw rewards and those to train on, of what a post-process function returned."""
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise HookError(
             f"--custom-reward-post-process-path {path} returned {type(result).__name__}; it must return two lists, "
@@ -74,9 +70,9 @@ def _rewards_of_plug_in(args: Namespace, samples: list[Sample]) -> tuple[Any, An
     for name, values in zip(("raw rewards", "rewards to train on"), result, strict=True):
         is_list = hasattr(values, "__len__") and not isinstance(values, str | bytes | Mapping | set)
         count = len(values) if is_list else type(values).__name__
-        if count != len(samples):
+        if count != num_samples:
             raise HookError(
-                f"--custom-reward-post-process-path {path} returned {count} {name} for {len(samples)} samples; there "
+                f"--custom-reward-post-process-path {path} returned {count} {name} for {num_samples} samples; there "
                 "must be one for each sample."
             )
     return result[0], result[1]
@@ -112,10 +108,14 @@ def _raw_rewards(config: RewardConfig, samples: list[Sample]) -> list[Any]:
 
 def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatch:
     """Return a rollout's train data, converted by slime or by the custom converter."""
-    if args.custom_convert_samples_to_train_data_path:
-        return _converted_by_plug_in(args, samples)
-    if args.custom_reward_post_process_path:
-        raw_rewards, rewards = _rewards_of_plug_in(args, samples)
+    if path := args.custom_convert_samples_to_train_data_path:
+        data = call_hook("--custom-convert-samples-to-train-data-path", path, args, samples)
+        batch = _converted_by_plug_in(path, data, samples)
+        check_columns(batch, {column: (allowed, flag) for column, (_, allowed, flag) in args.named_columns.items()})
+        return batch
+    if path := args.custom_reward_post_process_path:
+        result = call_hook("--custom-reward-post-process-path", path, args, samples)
+        raw_rewards, rewards = _rewards_of_plug_in(path, result, len(samples))
     else:
         raw_rewards = _raw_rewards(RewardConfig.of(args), samples)
         rewards = post_process_rewards(
@@ -141,16 +141,10 @@ def train_data_from_samples(args: Namespace, samples: list[Sample]) -> TrainBatc
         )
 
 
-def schedule_config_of(args: Namespace, parallel: Mapping[str, int]) -> ScheduleConfig:
-    """Return the schedule config for a trainer with the parallel sizes that it reported."""
-    sizes = ("dp_size", "cp_size", "vpp_size", "microbatch_group_size_per_vp_stage")
-    return schedule_config(args, **{name: parallel[name] for name in sizes})
-
-
 def split_for_ranks(args: Namespace, batch: TrainBatch, parallel: Mapping[str, int]) -> list[RankBatch]:
     """Return each data-parallel rank's share of the rollout."""
     schedule = build_dp_schedule(
-        schedule_config_of(args, parallel),
+        schedule_config(args, parallel),
         [len(tokens) for tokens in batch.tokens],
         global_batch_size=args.global_batch_size,
         rollout_indices=batch.rollout_ids,

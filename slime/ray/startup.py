@@ -67,7 +67,8 @@ def create_rollout_manager(
     if engines_come_first(args):
         # Engines size their memory by what is free, so they must be up before the trainer takes any (create).
         wait_for_engines(manager, args.engine_start_timeout_s)
-        wait_for(manager.offload.remote(), what="the engines' memory (offload)", timeout_s=memory_timeout_s(args))
+        timeout_s = memory_timeout_s(args.engine_start_timeout_s, args.weight_update_timeout_s)
+        wait_for(manager.offload.remote(), what="the engines' memory (offload)", timeout_s=timeout_s)
     return manager, per_epoch
 
 

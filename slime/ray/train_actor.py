@@ -27,7 +27,6 @@ from slime.ray.utils import (
     cluster_has_accelerators,
     lists_accelerators,
     one_node_environment,
-    ray_transport,
 )
 from slime.ray.waiting import WATCH_GROUP, Watched, wait_for, watch
 from slime.utils import env
@@ -167,24 +166,25 @@ def remote_class(worker: type[TrainWorker] | str, rank_class: type[TrainRayActor
 
 def start_ranks(
     worker: type[TrainWorker] | str,
-    args: Namespace,
     gpus: GpuSlice,
     names: Sequence[str],
+    environment: Mapping[str, str],
     *,
     gpu_share: float,
+    takes_tensors: bool = False,
     parts: Parts = CORE,
     rank_class: type[TrainRayActor] = TrainRayActor,
 ) -> list[Any]:
     """Start and watch the actors of a trainer's ranks, rank r on the r-th GPU; return them before they are up.
 
-    Each rank reserves ``gpu_share`` of a GPU bundle.
+    Each rank reserves ``gpu_share`` of a GPU bundle.  With ``takes_tensors``, Ray's tensor transport sends it data.
     """
     remote = remote_class(worker, rank_class)
     options = {
         "num_cpus": gpu_share,
         "num_gpus": gpu_share,
-        "runtime_env": {"env_vars": trainer_environment(args, len(names))},
-        "enable_tensor_transport": ray_transport(args.rollout_data_transport) is not None,
+        "runtime_env": {"env_vars": dict(environment)},
+        "enable_tensor_transport": takes_tensors,
     }
     actors = [
         remote.options(scheduling_strategy=strategy_for(gpus, rank), **options).remote(worker, parts)

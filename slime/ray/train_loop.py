@@ -65,12 +65,12 @@ def ask_engines(manager: Any, function: Callable[..., T]) -> T:
     return answer
 
 
-def tell_if_finished(args: Namespace) -> None:
+def tell_if_finished(load: str, start_rollout_id: int, num_rollout: int) -> None:
     """Log a warning if a resumed run has nothing left to train."""
-    if 0 < args.num_rollout <= args.start_rollout_id:
+    if 0 < num_rollout <= start_rollout_id:
         logger.warning(
             "nothing left to train: --load %s already has all %d rollouts; raise --num-rollout to continue.",
-            args.load, args.num_rollout,
+            load, num_rollout,
         )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ class TrainJob:
         self.start_parts()
         self.push_weights()
         event("start", rollout=args.start_rollout_id, num_rollout=args.num_rollout)
-        tell_if_finished(args)
+        tell_if_finished(args.load, args.start_rollout_id, args.num_rollout)
         span("start", self._step_began, time.time())
         self._step_began = time.time()
         Timer().reset()
@@ -237,8 +237,8 @@ class TrainJob:
         On a CPU machine the same calls are made; no memory moves.
         """
         if self.args.offload_rollout and not self.args.debug_train_only:
-            what = f"the engines' memory ({method})"
-            self._ask(step, method, what=what, timeout_s=memory_timeout_s(self.args))
+            timeout_s = memory_timeout_s(self.args.engine_start_timeout_s, self.args.weight_update_timeout_s)
+            self._ask(step, method, what=f"the engines' memory ({method})", timeout_s=timeout_s)
 
     def _ask(self, step: str, method: str, *arguments: Any, what: str, timeout_s: float | None = None) -> Any:
         """Call a method of the manager once, even if the wait for it is repeated."""

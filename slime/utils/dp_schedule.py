@@ -30,15 +30,11 @@ def build_dp_schedule(
         AssertionError: no schedule exists.
     """
     try:
-        config = schedule_config(
-            args,
-            dp_size=train_parallel_config["dp_size"],
-            cp_size=train_parallel_config.get("cp_size", 1),
-            vpp_size=train_parallel_config.get("vpp_size") or 1,
-            microbatch_group_size_per_vp_stage=train_parallel_config.get("microbatch_group_size_per_vp_stage") or 1,
-        )
         return _build_dp_schedule(
-            config, total_lengths, global_batch_size=global_batch_size, rollout_indices=rollout_indices
+            schedule_config(args, train_parallel_config),
+            total_lengths,
+            global_batch_size=global_batch_size,
+            rollout_indices=rollout_indices,
         )
     except (ConfigError, DataError) as error:
         raise AssertionError(str(error)) from error

@@ -157,7 +157,7 @@ def test_a_flag_without_effect_is_reset_and_says_so_once(parser, name, caplog):
     words = words_that_set(parser, name)
     args = parser.parse_args(words)
     with caplog.at_level("INFO"):
-        derived = reset_what_has_no_effect(args)
+        derived = reset_what_has_no_effect(vars(args))
     assert derived == {attribute_of(name): parser.get_default(attribute_of(name))}
     assert [record for record in caplog.records if words[0] in record.getMessage()] == caplog.records
     assert len(caplog.records) == 1
@@ -165,4 +165,4 @@ def test_a_flag_without_effect_is_reset_and_says_so_once(parser, name, caplog):
 
 def test_defaults_are_neither_refused_nor_reset(parser):
     args = parser.parse_args([])
-    assert reset_what_has_no_effect(args) == {}
+    assert reset_what_has_no_effect(vars(args)) == {}

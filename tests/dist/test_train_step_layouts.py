@@ -7,6 +7,7 @@ compares layouts of ranks.
 from __future__ import annotations
 
 from argparse import Namespace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def _again(worker: Any, args: Namespace) -> Any:
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 
     class Joined(MegatronTrainRayActor):
-        def join_process_group(self, args: Namespace) -> None:
+        def join_process_group(self, cuda_backend: str, timeout: timedelta) -> None:
             pass
 
     from slime.observability.timer import Timer

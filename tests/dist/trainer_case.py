@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,9 @@ def start_worker(
     from slime.ray.parts import load_all
 
     class Worker(kind or MegatronTrainRayActor):
-        def join_process_group(self, args: Namespace) -> None:
+        def join_process_group(self, cuda_backend: str, timeout: timedelta) -> None:
             if not dist.is_initialized():
-                super().join_process_group(args)
+                super().join_process_group(cuda_backend, timeout)
 
     if mpu.is_initialized():
         mpu.destroy_model_parallel()

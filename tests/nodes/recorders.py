@@ -7,6 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import ray
@@ -42,7 +43,7 @@ class RecordingTrainer(type("_AllVerbs", (TrainWorker,), _VERBS)):  # type: igno
     ) -> int:
         """The group of all ranks is made, and each rank tells the others where it is."""
         self.args, self.role = args, role
-        self.join_process_group(args)
+        self.join_process_group("nccl", timedelta(minutes=args.distributed_timeout_minutes))
         mine = (self.rank, ray.util.get_node_ip_address(), self.local_rank)
         self.places: list[Any] = [None] * self.world_size
         dist.all_gather_object(self.places, mine)

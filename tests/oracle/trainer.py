@@ -56,10 +56,10 @@ BATCH_KEYS = (
 
 def guides_of(args: Namespace) -> list[Any]:
     """What the variant is trained towards beside its rewards."""
-    from slime.compose import guides
+    from slime.compose import parts
     from slime.ray.parts import load_all
 
-    return [guide(args) for guide in load_all(guides(args))]
+    return [guide(args) for guide in load_all(parts(args).guides)]
 
 
 def rollout_of_this_rank(

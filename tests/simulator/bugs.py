@@ -94,8 +94,8 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
     ),
     "the driver's deadline for the engines' memory is that of one engine": _bug(
         "slime.ray.engines.deadlines:memory_timeout_s",
-        "restart_timeout_s(args.engine_start_timeout_s) + args.weight_update_timeout_s + MEMORY_MARGIN_S",
-        "args.weight_update_timeout_s",
+        "restart_timeout_s(engine_start_timeout_s) + weight_update_timeout_s + MEMORY_MARGIN_S",
+        "weight_update_timeout_s",
     ),
 }
 

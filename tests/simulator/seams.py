@@ -90,7 +90,7 @@ def install() -> Patches:
     from slime.backends.sglang_utils import router_process, sglang_engine
     from slime.ext.fast_push import engine_verbs
     from slime.observability import pulse, telemetry
-    from slime.ray import gpus, job, placement_group, rollout, startup, train_actor, train_loop, waiting
+    from slime.ray import actor_group, gpus, job, placement_group, rollout, startup, train_actor, train_loop, waiting
     from slime.ray import utils as ray_utils
     from slime.ray.actor_group import RayTrainGroup
     from slime.ray.engines import actor as engine_actor
@@ -121,7 +121,7 @@ def install() -> Patches:
         (ray_utils, "Lock", ray_class(ray_utils._Lock)),
         (fleet, "Lock", ray_class(ray_utils._Lock)),
         (startup, "RayTrainGroup", functools.partial(RayTrainGroup, actor_cls=SimulatedTrainer)),
-        (train_actor, "trainer_environment", lambda *_: {}),
+        (actor_group, "trainer_environment", lambda *_: {}),
         (train_actor, "strategy_for", nothing),
         (engine_actor, "strategy_for", nothing),
         (engine_actor, "one_node_environment", lambda: {}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -63,7 +64,7 @@ class MegatronTrainRayActor(TrainWorker):
             return args.start_rollout_id or 0
         configure_logger(prefix=f"{role} {self.rank}")
         logging.getLogger("megatron").setLevel(logging.WARNING)
-        self.join_process_group(args)
+        self.join_process_group(args.distributed_backend, timedelta(minutes=args.distributed_timeout_minutes))
         initialize.init(args)
         sleeps = memory.sleeps(args.offload_train)
         if sleeps:

@@ -43,7 +43,7 @@ def compute_advantages_and_returns(
     if guides is None and (terms := vars(args).get("advantage_terms")):
         raise ConfigError(
             f"{'; '.join(terms)}. compute_advantages_and_returns was called without guides, which add it: pass "
-            "[guide(args) for guide in slime.ray.parts.load_all(slime.compose.guides(args))], or drop the flag."
+            "[guide(args) for guide in slime.ray.parts.load_all(slime.compose.parts(args).guides)], or drop the flag."
         )
     if not mpu.is_pipeline_last_stage():
         return

@@ -202,7 +202,8 @@ def accumulate_gradients(
     if args.enable_mtp_training:
         send_embedding_to_mtp(model)
     packing = packing_of(args)
-    needs_samples, per_token = routers_need_samples(args), args.calculate_per_token_loss
+    needs_samples = routers_need_samples(get_model_config(model[0]), logs_load=args.log_expert_load)
+    per_token = args.calculate_per_token_loss
     keys = list(dict.fromkeys((*_KEYS, *sample_columns(data_iterator[0].rollout_data))))
 
     def step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:

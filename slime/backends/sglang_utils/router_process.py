@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from argparse import Namespace
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 from slime.backends.sglang_utils.child_process import ChildProcess
 from slime.backends.sglang_utils.server_control import Refused, ServerControl, wait_until_healthy
 from slime.utils.errors import DeadlineError, EngineError
-from slime.utils.net import format_host, format_host_port, http_url, is_loopback, loopback_address
+from slime.utils.net import find_available_port, format_host, format_host_port, http_url, is_loopback, loopback_address
 
 MODULE = "slime.backends.sglang_utils.router_main"
 START_TIMEOUT_S = 60.0
@@ -92,16 +93,20 @@ def start_router(
     *,
     host: str,
     port: int,
-    prometheus_port: int,
+    prometheus_port: int | None = None,
     pd_disaggregation: bool = False,
     secret: str | None = None,
     timeout_s: float = START_TIMEOUT_S,
 ) -> RouterHandle:
     """Start sglang_router and wait until it answers; it dies with this process.
 
+    Args:
+        prometheus_port: port of its metrics; by default a free one.
+
     Raises:
         ProcessError: it ended or did not answer within ``timeout_s`` seconds; includes the tail of its log.
     """
+    prometheus_port = prometheus_port or find_available_port(random.randint(4000, 5000))
     settings = build_router_args(
         args,
         host=host,

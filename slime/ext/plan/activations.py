@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime.ext.plan.layout import ParallelSizes
+from slime.backends.megatron_utils.flags.parallel import ParallelSizes
 from slime.train_data.model_dims import ModelDims
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from slime.backends.megatron_utils.flags.parallel import ParallelSizes
 from slime.backends.sglang_utils.sglang_config import nearest_divisor
-from slime.ext.plan.layout import ParallelSizes
 from slime.ext.plan.parameters import layer_matrices, layer_parameters, mtp_parameters
 from slime.ext.plan.trainer_memory import CONTEXT_BYTES, GIB
 from slime.train_data.model_dims import ModelDims

@@ -11,6 +11,7 @@ from typing import Any
 
 from slime.backends.megatron_utils.flags.check_arguments import check_expert_layout
 from slime.backends.megatron_utils.flags.model_dims import model_dims, schedule_config
+from slime.backends.megatron_utils.flags.parallel import ParallelSizes, PipelineSplit
 from slime.backends.megatron_utils.models import family_of_spec
 from slime.backends.sglang_utils.sglang_config import resolve_sglang_config
 from slime.ext.plan.activations import Recompute, chunk_activations
@@ -26,13 +27,7 @@ from slime.ext.plan.engines import (
     quantized_bytes,
     quantized_expert_bytes,
 )
-from slime.ext.plan.layout import (
-    ParallelSizes,
-    PipelineSplit,
-    StageChunk,
-    rank_places,
-    stage_chunks,
-)
+from slime.ext.plan.layout import StageChunk, rank_places, stage_chunks
 from slime.ext.plan.parameters import Adapters, chunk_parameters, model_size, with_adapters
 from slime.ext.plan.plan import Card, EngineGroupPlan, GpuPhases, Plan, PlanOptions, StagePlan
 from slime.ext.plan.prompts import (
@@ -71,27 +66,26 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
     """
     problems: list[str] = []
     notes = list(_notes(args, options))
-    if not args.debug_rollout_only:
-        check_expert_layout(args)
     run = RunFlags.of(args)
     dims, sizes = model_dims(args, hf_config), ParallelSizes.from_args(args)
+    if not args.debug_rollout_only:
+        check_expert_layout(sizes, args.num_experts)
     images = image_patches(dims, options)
     options = with_image_tokens(dims, options, images)
     split = stage_chunks(PipelineSplit.from_args(args))
     work = None
     if run.num_samples:
-        schedule = schedule_config(
-            args,
-            dp_size=sizes.data,
-            cp_size=sizes.context,
-            vpp_size=sizes.virtual,
-            microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_vp_stage or 1,
-        )
+        parallel = {
+            "dp_size": sizes.data,
+            "cp_size": sizes.context,
+            "vpp_size": sizes.virtual,
+            "microbatch_group_size_per_vp_stage": args.microbatch_group_size_per_vp_stage or 1,
+        }
         lengths = options.lengths or sample_lengths(run, options.prompts)
         try:
             work = step_work(
                 list(lengths),
-                schedule=schedule,
+                schedule=schedule_config(args, parallel),
                 flops=dims,
                 global_batch_size=args.global_batch_size,
                 pipeline=sizes.pipeline,

@@ -11,7 +11,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from slime.ext.plan.layout import ParallelSizes, StageChunk
+from slime.backends.megatron_utils.flags.parallel import ParallelSizes
+from slime.ext.plan.layout import StageChunk
 from slime.train_data.model_dims import ModelDims
 
 

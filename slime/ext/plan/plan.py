@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from slime.backends.megatron_utils.flags.parallel import ParallelSizes
 from slime.ext.plan.engines import EngineGpus, EngineMemory, EngineShape
-from slime.ext.plan.layout import ParallelSizes, RankPlace
+from slime.ext.plan.layout import RankPlace
 from slime.ext.plan.parameters import ParameterCount
 from slime.ext.plan.traffic import PushTraffic, StepWork
 from slime.ext.plan.trainer_memory import GIB, HostMemory, RankMemory

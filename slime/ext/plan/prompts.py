@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from slime.ext.plan.layout import ParallelSizes
+from slime.backends.megatron_utils.flags.parallel import ParallelSizes
 from slime.ext.plan.plan import PlanOptions
 from slime.ext.plan.run_flags import RunFlags
 from slime.ext.plan.traffic import StepWork, reference_lengths

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
+from slime.backends.megatron_utils.flags.parallel import ParallelSizes
 from slime.ext.plan.activations import (
     Kept,
     MicroBatch,
@@ -15,7 +16,7 @@ from slime.ext.plan.activations import (
     head_activations,
     tower_activations,
 )
-from slime.ext.plan.layout import ParallelSizes, StageChunk, rank_places
+from slime.ext.plan.layout import StageChunk, rank_places
 from slime.ext.plan.parameters import ParameterCount
 from slime.ext.plan.run_flags import RunFlags
 from slime.train_data.model_dims import ModelDims

@@ -103,7 +103,8 @@ class RecoveringJob(TrainJob):
         """Make engines lend memory to a restarting trainer, or take it back; return whether they lend it."""
         ref: ray.ObjectRef[bool] = self.manager.run.remote(lend if is_lent else give_back)
         what = f"the engines' memory ({'offload' if is_lent else 'onload'})"
-        return wait_for(ref, what=what, timeout_s=memory_timeout_s(self.args))
+        timeout_s = memory_timeout_s(self.args.engine_start_timeout_s, self.args.weight_update_timeout_s)
+        return wait_for(ref, what=what, timeout_s=timeout_s)
 
     # Saves
 

@@ -6,22 +6,9 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from slime.backends.megatron_utils.flags.parallel import PipelineSplit
 from slime.backends.sglang_utils.sglang_config import load_sglang_config
 from slime.ext.vision.towers import TOWERS, tower_of
-from slime.utils.errors import ConfigError
-
-
-def check_tower(args: Namespace, config: Mapping[str, Any]) -> None:
-    """Compare the flags with the tower.
-
-    Args:
-        config: config.json of ``--hf-checkpoint``.
-
-    Raises:
-        ConfigError: the first thing that does not go together.
-    """
-    for problem in (*tower_problems(args, config), *encoder_problems(args)):
-        raise ConfigError(problem)
 
 
 def tower_problems(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]:
@@ -35,7 +22,7 @@ def tower_problems(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]:
                 "engines, take images alone. Leave it out, or give --custom-model-provider-path and "
                 "--custom-generate-function-path."
             )
-        yield from _features_without_layers(args, config.get("vision_config") or {})
+        yield from _features_without_layers(PipelineSplit.from_args(args), config.get("vision_config") or {})
         if args.enable_mtp_training:
             yield (
                 "--enable-mtp-training is given for a model with a vision tower; its MTP layers can be kept as they "
@@ -54,21 +41,19 @@ def tower_problems(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{flag} is given, but the trainer {what}. Drop the flag, or give --custom-model-provider-path."
 
 
-def _features_without_layers(args: Namespace, vision: Mapping[str, Any]) -> Iterator[str]:
+def _features_without_layers(split: PipelineSplit, vision: Mapping[str, Any]) -> Iterator[str]:
     """Yield that the first stage, which has the tower, lacks layers that take features of it.
 
     A custom pipeline layout is looked at when the model is built.
     """
     depth = len(vision.get("deepstack_visual_indexes") or ())
-    counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
-    layers, stages = args.num_layers + counted, args.pipeline_model_parallel_size
-    if args.decoder_first_pipeline_num_layers is not None:
-        layers, stages = args.decoder_first_pipeline_num_layers, 1
-    elif args.decoder_last_pipeline_num_layers is not None and stages > 1:
-        layers, stages = layers - args.decoder_last_pipeline_num_layers, stages - 1
-    first = layers // stages // (args.virtual_pipeline_model_parallel_size or 1)
-    first -= args.account_for_embedding_in_pipeline_split
-    if args.num_layers and args.pipeline_model_parallel_layout is None and first < depth:
+    layers, stages = split.num_layers + split.embedding_counts + split.loss_counts, split.stages
+    if split.first is not None:
+        layers, stages = split.first, 1
+    elif split.last is not None and stages > 1:
+        layers, stages = layers - split.last, stages - 1
+    first = layers // stages // split.virtual - split.embedding_counts
+    if split.num_layers and split.layout is None and first < depth:
         yield too_short_a_stage(first, depth)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import positive_float
+from slime.utils.errors import ConfigError
 
 
 def add_vision_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,13 +51,14 @@ def complete_vision(args: Namespace) -> None:
     """Say what the model gets, whether it has a tower, and of which sizes, and compare the flags with it.
 
     Raises:
-        ConfigError: as ``check_tower`` says.
+        ConfigError: the first thing that does not go together.
     """
     args.joins_inputs = args.custom_model_provider_path is not None
     if config := _fill_tower(args):
-        from slime.ext.vision.checks import check_tower
+        from slime.ext.vision.checks import encoder_problems, tower_problems
 
-        check_tower(args, config)
+        for problem in (*tower_problems(args, config), *encoder_problems(args)):
+            raise ConfigError(problem)
 
 
 def _fill_tower(args: Namespace) -> Mapping[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 START_MARGIN_S = 120.0
 """Seconds added to ``--engine-start-timeout-s``, a deadline that the engine's actor enforces once it runs."""
 MAX_START_ATTEMPTS = 3
@@ -26,6 +24,6 @@ def restart_timeout_s(engine_start_timeout_s: float) -> float:
     return MAX_START_ATTEMPTS * start_timeout_s(engine_start_timeout_s)
 
 
-def memory_timeout_s(args: Namespace) -> float:
+def memory_timeout_s(engine_start_timeout_s: float, weight_update_timeout_s: float) -> float:
     """Return the seconds for engines to release or resume their memory: pending restarts, then their answers."""
-    return restart_timeout_s(args.engine_start_timeout_s) + args.weight_update_timeout_s + MEMORY_MARGIN_S
+    return restart_timeout_s(engine_start_timeout_s) + weight_update_timeout_s + MEMORY_MARGIN_S

@@ -54,7 +54,7 @@ class RolloutServer:
     config: ModelConfig
     router: RouterHandle | None
     groups: list[EngineGroup]
-    start_router_at: Callable[[str, int], RouterHandle] | None = None
+    start_router_at: Callable[..., RouterHandle] | None = None
     """Starts the router at a host and port; None if the user runs the router."""
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class RolloutServer:
         for attempt in range(1, MAX_START_ATTEMPTS + 1):
             self.router.stop()
             try:
-                self.router = self.start_router_at(host, port)
+                self.router = self.start_router_at(host=host, port=port)
                 self._register_engines(self.router)
                 return
             except ProcessError as error:
@@ -235,23 +235,12 @@ def _dtype_of(group: ServerGroupConfig, model_path: str, of_trainer: str | None)
     return own_dtype(group.of_flags.get("dtype"), of_trainer) or ""
 
 
-def _start_router_at(args: Namespace, model: ModelConfig, host: str, port: int) -> RouterHandle:
-    return start_router(
-        args,
-        host=host,
-        port=port,
-        prometheus_port=find_available_port(random.randint(4000, 5000)),
-        pd_disaggregation=model.has_prefill_decode,
-        secret=Trust.of(args).job_secret,
-    )
-
-
-def _start_own_router(start_at: Callable[[str, int], RouterHandle], wanted_port: int | None) -> RouterHandle:
+def _start_own_router(start_at: Callable[..., RouterHandle], wanted_port: int | None) -> RouterHandle:
     attempts_left = MAX_START_ATTEMPTS
     while True:
         port = wanted_port or find_available_port(random.randint(3000, 4000))
         try:
-            return start_at(listen_address(), port)
+            return start_at(host=listen_address(), port=port)
         except PortTakenError as error:
             attempts_left -= 1
             if wanted_port and not is_port_available(wanted_port):
@@ -269,9 +258,10 @@ def server_of(args: Namespace, model: ModelConfig, *, is_first: bool) -> Rollout
 
     Every model's address is recorded in ``args.sglang_model_routers`` under the model's name.
     """
-    start_at = partial(_start_router_at, args, model)
+    secret = Trust.of(args).job_secret
+    start_at = partial(start_router, args, pd_disaggregation=model.has_prefill_decode, secret=secret)
     if is_first and args.sglang_router_ip and args.sglang_router_port:
-        router = adopt_router(args.sglang_router_ip, args.sglang_router_port, secret=Trust.of(args).job_secret)
+        router = adopt_router(args.sglang_router_ip, args.sglang_router_port, secret=secret)
     else:
         router = _start_own_router(start_at, args.sglang_router_port if is_first else None)
     routers = dict(args.sglang_model_routers or {})

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils.flags.model_dims import model_dims
+from slime.backends.megatron_utils.flags.parallel import ParallelSizes
 from slime.ext.plan.activations import (
     MicroBatch,
     Recompute,
@@ -19,7 +20,7 @@ from slime.ext.plan.activations import (
     layer_terms,
     tower_activations,
 )
-from slime.ext.plan.layout import ParallelSizes, StageChunk
+from slime.ext.plan.layout import StageChunk
 from slime.ext.plan.parameters import chunk_parameters
 from slime.ext.plan.trainer_memory import GIB, TrainerSettings, micro_batches_in_flight, rank_memory
 from slime.ext.vision.towers import TOWERS

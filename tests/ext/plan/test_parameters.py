@@ -14,7 +14,8 @@ import pytest
 from benchmarks.published_configs import NUM_PARAMETERS, PUBLISHED, WITHOUT_A_FILE
 from slime.backends.megatron_utils.flags.hf_config_check import read_hf_config
 from slime.backends.megatron_utils.flags.model_dims import model_dims
-from slime.ext.plan.layout import ParallelSizes, PipelineSplit, rank_places, stage_chunks
+from slime.backends.megatron_utils.flags.parallel import ParallelSizes, PipelineSplit
+from slime.ext.plan.layout import rank_places, stage_chunks
 from slime.ext.plan.parameters import Adapters, chunk_parameters, model_size, with_adapters
 from slime.train_data.model_dims import ModelDims
 from tests.contracts.source_tree import REPO

@@ -11,6 +11,7 @@ import pytest
 import tokenizers
 import transformers
 
+from slime.backends.megatron_utils.flags.parallel import ParallelSizes, PipelineSplit
 from slime.ext.plan.command import EXIT_ILLEGAL, EXIT_OK, EXIT_TOO_LARGE, complete_run, run_plan
 from slime.ext.plan.engines import (
     EngineShape,
@@ -20,7 +21,7 @@ from slime.ext.plan.engines import (
     quantized_bytes,
     quantized_expert_bytes,
 )
-from slime.ext.plan.layout import ParallelSizes, PipelineSplit, expand_layout, rank_places, stage_chunks
+from slime.ext.plan.layout import expand_layout, rank_places, stage_chunks
 from slime.ext.plan.plan import PlanOptions, find_card
 from slime.ext.plan.prompts import mixed
 from slime.ext.plan.traffic import step_work

@@ -56,7 +56,7 @@ def test_a_stateless_adam_beside_a_flag_about_moments_is_refused(
 )
 def test_only_an_adam_that_differs_from_torch_s_is_a_part_of_the_job(words: str, names: list[str]) -> None:
     args = parse(*DENSE, *words.split())
-    assert [part.path.rpartition(":")[2] for part in compose._chosen(args, compose.TRANSFORMS)] == names
+    assert [part.path.rpartition(":")[2] for part in compose.chosen(args, compose.TRANSFORMS)] == names
 
 
 def test_narrow_moments_and_fp8_without_their_extensions_are_refused() -> None:

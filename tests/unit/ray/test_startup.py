@@ -17,12 +17,14 @@ from slime.ray.parts import Part, Parts
 def test_the_processes_of_the_ranks_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
-    def start_ranks(worker_class: Any, args: Namespace, gpus: Any, names: list[str], **_: Any) -> list[Any]:
+    def start_ranks(worker_class: Any, gpus: Any, names: list[str], environment: Any, **_: Any) -> list[Any]:
         started.append(names)
         return list(names)
 
     monkeypatch.setattr(actor_group, "start_ranks", start_ranks)
-    group = RayTrainGroup(Namespace(save=None), 1, 2, pg=None)  # type: ignore[arg-type]
+    monkeypatch.setattr(actor_group, "trainer_environment", lambda args, world_size: {})
+    args = Namespace(save=None, rollout_data_transport="object-store")
+    group = RayTrainGroup(args, 1, 2, pg=None)  # type: ignore[arg-type]
     group.begin()
     group.begin()  # as create() does
     assert started == [["actor rank 0", "actor rank 1"]] and group.actors == started[0]

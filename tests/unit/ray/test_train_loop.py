@@ -56,7 +56,7 @@ def test_a_job_of_no_rollouts_evaluates_and_prints_the_result(monkeypatch):
 def test_a_resumed_run_with_nothing_left_says_so(caplog):
     for start, num, says in ((3, 3, True), (2, 3, False), (6, 0, False)):
         caplog.clear()
-        tell_if_finished(Namespace(start_rollout_id=start, num_rollout=num, load="runs/mine"))
+        tell_if_finished("runs/mine", start, num)
         assert ("raise --num-rollout" in caplog.text) == says
 
 

@@ -6,6 +6,8 @@ import importlib
 import math
 from argparse import Namespace
 
+import torch
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.flags.config_builders import (
@@ -15,9 +17,10 @@ from slime.backends.megatron_utils.flags.config_builders import (
 )
 from slime.backends.megatron_utils.flags.field_table import has_narrow_moments
 from slime.backends.megatron_utils.flags.own_flags import load_spec
+from slime.backends.megatron_utils.flags.parallel import ParallelSizes, PipelineSplit
 from slime.backends.megatron_utils.flags.resolve_arguments import warmup_steps
 from slime.backends.megatron_utils.models import all_families
-from slime.flags.data import MAY_GIVE_OTHER_COUNTS
+from slime.flags.data import MAY_GIVE_OTHER_COUNTS, BatchConfig
 from slime.flags.group import FlagGroup, flag_of, problems_of
 from slime.utils.errors import ConfigError
 
@@ -34,11 +37,12 @@ def check_arguments(args: Namespace) -> None:
     """
     if problems := problems_of(args, [RULES]):
         raise ConfigError("\n".join(problems))
-    _check_optimizer(args)
+    sizes = ParallelSizes.from_args(args)
     _check_sizes(args)
-    check_expert_layout(args)
-    _check_pipeline(args)
-    _check_batch(args)
+    check_expert_layout(sizes, args.num_experts)
+    _check_pipeline(PipelineSplit.from_args(args), args.microbatch_group_size_per_vp_stage)
+    if args.global_batch_size and not any(getattr(args, name) for name in MAY_GIVE_OTHER_COUNTS):
+        _check_batch(args.global_batch_size, BatchConfig.of(args), sizes, args.microbatch_group_size_per_vp_stage)
     _check_schedule(args)
     _check_experts(args)
     _check_linear_attention(args)
@@ -49,7 +53,7 @@ def check_arguments(args: Namespace) -> None:
         check_stages = getattr(importlib.import_module(args.spec[0]), "check_stages", None)
         if check_stages is not None:  # the family restricts where the pipeline may be cut
             check_stages(args, config)
-    optimizer_config_from_args(args)
+    _check_optimizer(optimizer_config_from_args(args))
     ddp_config_from_args(args)
 
 
@@ -72,15 +76,16 @@ def check_taken_up(args: Namespace) -> None:
         )
 
 
-def _check_optimizer(args: Namespace) -> None:
-    if args.optimizer != "adam":
+def _check_optimizer(config: OptimizerConfig) -> None:
+    if config.optimizer != "adam":
         raise ConfigError(
-            f"--optimizer is {args.optimizer!r}; megatron-core's distributed optimizer, which is always on here, "
+            f"--optimizer is {config.optimizer!r}; megatron-core's distributed optimizer, which is always on here, "
             "shards Adam only; use adam (which is AdamW)."
         )
-    if args.optimizer_cpu_offload and args.fp32 and args.optimizer_offload_fraction < 1:
+    is_fp32 = config.params_dtype == torch.float32
+    if config.optimizer_cpu_offload and is_fp32 and config.optimizer_offload_fraction < 1:
         raise ConfigError(
-            f"--optimizer-offload-fraction is {args.optimizer_offload_fraction} with --fp32; megatron-core steps no "
+            f"--optimizer-offload-fraction is {config.optimizer_offload_fraction} with --fp32; megatron-core steps no "
             "fp32 parameter that stays on the card; use 1.0, or --bf16."
         )
 
@@ -105,21 +110,19 @@ def _check_sizes(args: Namespace) -> None:
         raise ConfigError(f"--num-query-groups is {groups}; it must divide --num-attention-heads {heads}.")
 
 
-def check_expert_layout(args: Namespace) -> None:
-    """Check that expert, expert-tensor and pipeline parallelism divide ``args.world_size``.
+def check_expert_layout(sizes: ParallelSizes, num_experts: int | None) -> None:
+    """Check that expert, expert-tensor and pipeline parallelism divide the number of GPUs.
 
     Raises:
         ConfigError: names the sizes and their product.
     """
-    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    expert_tensor = args.expert_tensor_parallel_size or tensor
-    expert_size = expert_tensor * args.expert_model_parallel_size * pipeline
-    if (args.num_experts or args.expert_model_parallel_size > 1) and args.world_size % expert_size:
+    expert_size = sizes.expert_tensor * sizes.expert * sizes.pipeline
+    if (num_experts or sizes.expert > 1) and sizes.world % expert_size:
         raise ConfigError(
-            f"The trainer has {args.world_size} GPUs; --expert-tensor-parallel-size {expert_tensor} (default: the "
-            f"tensor-parallel size) x --expert-model-parallel-size {args.expert_model_parallel_size} x "
-            f"--pipeline-model-parallel-size {pipeline} = {expert_size} must divide that; change one of the sizes, or "
-            "--actor-num-nodes and --actor-num-gpus-per-node."
+            f"The trainer has {sizes.world} GPUs; --expert-tensor-parallel-size {sizes.expert_tensor} (default: the "
+            f"tensor-parallel size) x --expert-model-parallel-size {sizes.expert} x "
+            f"--pipeline-model-parallel-size {sizes.pipeline} = {expert_size} must divide that; change one of the "
+            "sizes, or --actor-num-nodes and --actor-num-gpus-per-node."
         )
 
 
@@ -140,44 +143,39 @@ def _check_schedule(args: Namespace) -> None:
         warmup_steps(decay, args.lr_warmup_iters, args.lr_warmup_fraction)
 
 
-def _check_pipeline(args: Namespace) -> None:
-    stages = args.pipeline_model_parallel_size
-    virtual, group_size = args.virtual_pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
-    if virtual and group_size < stages:
+def _check_pipeline(split: PipelineSplit, group_size: int) -> None:
+    if split.virtual > 1 and group_size < split.stages:
         raise ConfigError(
             f"--microbatch-group-size-per-vp-stage is {group_size}; it must be at least "
-            f"--pipeline-model-parallel-size {stages}, its default."
+            f"--pipeline-model-parallel-size {split.stages}, its default."
         )
-    if args.pipeline_model_parallel_layout is not None:
+    if split.layout is not None:
         return
-    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-    given = {flag_of(end): vars(args)[end] for end in ends if vars(args)[end] is not None}
-    counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
-    rest = args.num_layers + counted - sum(given.values())
-    others = (stages - len(given)) * (virtual or 1)
+    ends = {"--decoder-first-pipeline-num-layers": split.first, "--decoder-last-pipeline-num-layers": split.last}
+    given = {flag: count for flag, count in ends.items() if count is not None}
+    rest = split.num_layers + split.embedding_counts + split.loss_counts - sum(given.values())
+    others = (split.stages - len(given)) * split.virtual
     if rest < 0 or (rest % others if others else rest):
         said = "".join(f", {flag} {count}" for flag, count in given.items())
         raise ConfigError(
-            f"--num-layers is {args.num_layers}{said}: {rest} layers (embedding and loss included where they count) "
-            f"are left for {others} pipeline stages (--pipeline-model-parallel-size {stages}, virtual ones included), "
-            f"which must divide them; give other numbers for {' or '.join(map(flag_of, ends))}."
+            f"--num-layers is {split.num_layers}{said}: {rest} layers (embedding and loss included where they count) "
+            f"are left for {others} pipeline stages (--pipeline-model-parallel-size {split.stages}, virtual ones "
+            f"included), which must divide them; give other numbers for {' or '.join(ends)}."
         )
 
 
-def _check_batch(args: Namespace) -> None:
-    if not args.global_batch_size or any(getattr(args, name) for name in MAY_GIVE_OTHER_COUNTS):
-        return
-    samples, ranks = args.global_batch_size, args.data_parallel_size
+def _check_batch(samples: int, batch: BatchConfig, sizes: ParallelSizes, group_size: int) -> None:
+    ranks = sizes.data
     if samples < ranks:
         raise ConfigError(
-            f"--global-batch-size {samples} is less than the {ranks} data-parallel ranks ({args.world_size} GPUs / "
+            f"--global-batch-size {samples} is less than the {ranks} data-parallel ranks ({sizes.world} GPUs / "
             f"model parallelism), and every rank needs a sample in each step; use at least {ranks}, or raise "
             "--tensor-model-parallel-size, --pipeline-model-parallel-size or --context-parallel-size."
         )
-    if args.use_dynamic_batch_size:
+    if batch.use_dynamic_batch_size:
         return
-    size = args.micro_batch_size
-    multiple = ranks * (args.microbatch_group_size_per_vp_stage if args.virtual_pipeline_model_parallel_size else 1)
+    size = batch.micro_batch_size
+    multiple = ranks * (group_size if sizes.virtual > 1 else 1)
     count = -(-samples // size)
     if count % multiple:
         raise ConfigError(

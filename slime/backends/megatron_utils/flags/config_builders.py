@@ -65,7 +65,8 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
             f"megatron-core refuses the model or layout flags: {in_words_of_flags(str(error), config_class)} "
             "(docs/flags.md explains them)."
         ) from error
-    if has_yarn(args):  # GPTModel reads these, but no config class declares them; latent attention has its own
+    if has_yarn(args.position_embedding_type, is_latent=args.multi_latent_attention):
+        # GPTModel reads these, but no config class declares them; latent attention has its own
         for name in YARN_DEFAULTS:
             setattr(config, f"yarn_{name}", vars(args)[name])
         config.yarn_correction_range_round_to_int = args.yarn_truncate
@@ -134,7 +135,6 @@ def params_dtype(*, bf16: bool, fp16: bool) -> torch.dtype:
     return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
 
 
-def has_yarn(args: Namespace) -> bool:
+def has_yarn(position_type: str, *, is_latent: bool) -> bool:
     """Return True for rotary positions of type yarn in attention without latents."""
-    is_chosen = args.position_embedding_type == "yarn" and not args.use_rotary_position_embeddings
-    return is_chosen and not args.multi_latent_attention
+    return position_type == "yarn" and not is_latent

@@ -9,7 +9,6 @@ names the readers of all other fields.
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,21 +70,21 @@ WITHOUT_EFFECT: dict[str, str] = {
 """Field -> what happens instead."""
 
 
-def reset_what_has_no_effect(args: Namespace) -> dict[str, Any]:
-    """Return defaults for the given flags of :data:`WITHOUT_EFFECT`; log one line for each reason."""
+def reset_what_has_no_effect(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return defaults for those of ``flags``, attribute -> value, that are in :data:`WITHOUT_EFFECT`; log why."""
     derived: dict[str, Any] = {}
-    flags_of_reason: dict[str, list[str]] = {}
-    for name, default in _given(vars(args)):
-        if name == "use_precision_aware_optimizer" and (
-            args.optimizer_cpu_offload or has_narrow_moments(args.exp_avg_dtype, args.exp_avg_sq_dtype)
-        ):
+    words_of_reason: dict[str, list[str]] = {}
+    moments = flags["exp_avg_dtype"], flags["exp_avg_sq_dtype"]
+    is_precision_aware = flags["optimizer_cpu_offload"] or has_narrow_moments(*moments)
+    for name, default in _given(flags):
+        if name == "use_precision_aware_optimizer" and is_precision_aware:
             continue  # has an effect: see optimizer_config_from_args and the optimizer transforms
         attribute = attribute_of(name)
         derived[attribute] = default
-        flag = flag_of(f"no_{attribute}" if vars(args)[attribute] is False else attribute)
-        flags_of_reason.setdefault(WITHOUT_EFFECT[name], []).append(flag)
-    for reason, flags in flags_of_reason.items():
-        logger.info("%s: without effect here; %s.", ", ".join(flags), reason)
+        word = flag_of(f"no_{attribute}" if flags[attribute] is False else attribute)
+        words_of_reason.setdefault(WITHOUT_EFFECT[name], []).append(word)
+    for reason, words in words_of_reason.items():
+        logger.info("%s: without effect here; %s.", ", ".join(words), reason)
     return derived
 
 

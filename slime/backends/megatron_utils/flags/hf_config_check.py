@@ -10,6 +10,7 @@ import argparse
 import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -246,48 +247,42 @@ def sparse_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
 def disagreements(args: Namespace, config: Mapping[str, Any]) -> list[str]:
     """Return one line per flag that differs from the config, and per setting that no flag can express."""
     said, problems = config_says(config)
+    flags = [flag for flag in said.values() if flag.is_fact]
+    # Layers of a user's --spec may have any flags.
+    own_layers = args.custom_model_provider_path or (args.spec and family_of_spec(args.spec) is None)
+    if not own_layers and family_of(config) is not None and not config.get(IS_PARTIAL):
+        idle = OF_GROUPED_ATTENTION if args.multi_latent_attention else frozenset()
+        unsaid = _unsaid(config, idle | said.keys())
+        flags += [flag for flag in unsaid if args.num_experts or not flag.attribute.startswith("moe_")]
+    width = args.kv_channels or args.hidden_size // args.num_attention_heads
+    given = vars(args)
     lines = [
-        f"{_as_given(flag.attribute, vars(args)[flag.attribute])}; {flag.source}"
-        for flag in said.values()
-        if flag.is_fact and _is_other(args, flag)
+        f"{_as_given(flag.attribute, given[flag.attribute])}; {flag.source}"
+        for flag in flags
+        if _is_other(flag, given[flag.attribute], head_dim=width, num_layers=args.num_layers)
     ]
     if args.mtp_num_layers and config.get("model_type") and not any(config.get(key) for key in _MTP_KEYS):
         lines.append(f"--mtp-num-layers is {args.mtp_num_layers}; the model has none ({_MTP_KEYS[0]})")
-    return lines + _unsaid(args, config, said) + problems
+    return lines + problems
 
 
-def _unsaid(args: Namespace, config: Mapping[str, Any], said: Mapping[str, Flag]) -> list[str]:
-    """Return one line per flag that changes the model's output but is not in its config.json.
-
-    Layers of a user's ``--spec`` may have any flags.
-    """
-    own_layers = args.custom_model_provider_path or (args.spec and family_of_spec(args.spec) is None)
-    if own_layers or family_of(config) is None or config.get(IS_PARTIAL):
-        return []
-    idle = OF_GROUPED_ATTENTION if args.multi_latent_attention else frozenset()
-    names = sorted((MODEL_FLAGS | FIXED_FLAGS) - FREE_FLAGS - idle - said.keys())
-    flags = [
-        Flag(name, _megatron_defaults()[name], f"a {config['model_type']} has nothing of the kind") for name in names
-    ]
-    return [
-        f"{_as_given(flag.attribute, vars(args)[flag.attribute])}; {flag.source}"
-        for flag in flags
-        if (args.num_experts or not flag.attribute.startswith("moe_")) and _is_other(args, flag)
-    ]
+def _unsaid(config: Mapping[str, Any], said: AbstractSet[str]) -> list[Flag]:
+    """Return the flags, at Megatron's defaults, that change the model's output but are not in its config.json."""
+    names = sorted((MODEL_FLAGS | FIXED_FLAGS) - FREE_FLAGS - said)
+    source = f"a {config['model_type']} has nothing of the kind"
+    return [Flag(name, _megatron_defaults()[name], source) for name in names]
 
 
-def _is_other(args: Namespace, flag: Flag) -> bool:
-    """Return True if a flag's value differs in meaning from the config's."""
-    values = flag.value, vars(args)[flag.attribute]
-    width = args.kv_channels or args.hidden_size // args.num_attention_heads
-    neutral = {**_NEUTRAL, "softmax_scale": width**-0.5, "kv_channels": width}.get(flag.attribute)
-    wanted, given = (neutral if value is None else value for value in values)
+def _is_other(flag: Flag, given: Any, *, head_dim: int, num_layers: int) -> bool:
+    """Return True if the given value differs in meaning from the config's."""
+    neutral = {**_NEUTRAL, "softmax_scale": head_dim**-0.5, "kv_channels": head_dim}.get(flag.attribute)
+    wanted, given = (neutral if value is None else value for value in (flag.value, given))
     if flag.attribute == "vocab_size":
         return bool(given < wanted)  # rows would be lost
     if flag.attribute == "moe_layer_freq" and given is not None:
-        given = moe_layers(given, args.num_layers)
+        given = moe_layers(given, num_layers)
     if flag.attribute == "linear_attention_freq":
-        return linear_layers(given, args.num_layers) != linear_layers(wanted, args.num_layers)
+        return linear_layers(given, num_layers) != linear_layers(wanted, num_layers)
     if isinstance(wanted, list | tuple) and given is not None:
         return list(wanted) != list(given)
     if isinstance(wanted, bool):

@@ -113,19 +113,17 @@ def linear_layers(frequency: int | Sequence[int] | None, num_layers: int) -> tup
     return tuple(bool(entry) for entry in frequency)
 
 
-def schedule_config(
-    args: Namespace, *, dp_size: int, cp_size: int, vpp_size: int, microbatch_group_size_per_vp_stage: int
-) -> ScheduleConfig:
-    """Return the packing that the flags request, for a trainer of these parallel sizes."""
+def schedule_config(args: Namespace, parallel: Mapping[str, int]) -> ScheduleConfig:
+    """Return the packing that the flags request, for a trainer that reports these sizes (``get_parallel_config``)."""
     from slime.train_data.schedule import ScheduleConfig
 
     batch = BatchConfig.of(args)
     is_balanced = batch.balance_data or batch.balance_by_flops
     return ScheduleConfig(
-        dp_size=dp_size,
-        cp_size=cp_size,
-        vpp_size=vpp_size,
-        microbatch_group_size_per_vp_stage=microbatch_group_size_per_vp_stage,
+        dp_size=parallel["dp_size"],
+        cp_size=parallel.get("cp_size", 1),
+        vpp_size=parallel.get("vpp_size") or 1,
+        microbatch_group_size_per_vp_stage=parallel.get("microbatch_group_size_per_vp_stage") or 1,
         use_dynamic_batch_size=batch.use_dynamic_batch_size,
         max_tokens_per_gpu=batch.max_tokens_per_gpu,
         micro_batch_size=batch.micro_batch_size,

@@ -49,18 +49,20 @@ def derived_arguments(args: Namespace) -> dict[str, Any]:
         "ckpt_fully_parallel_save": True,
         "dist_ckpt_save_pre_mcore_014": True,
     }
-    for derive in (_precision, _world, _layout, _shape, _rope, _vocabulary, _kernels):
-        derived |= derive(args)
-    return derived
-
-
-def _precision(args: Namespace) -> dict[str, Any]:
-    """Return the run's precision and what follows from it; by default bf16 with CUDA and fp32 without."""
     asked = [name for name in ("bf16", "fp16", "fp32") if getattr(args, name)]
+    in_fp32 = args.accumulate_allreduce_grads_in_fp32
+    derived |= _precision(asked, has_cuda=is_for_cuda(args.runs_here), accumulates_in_fp32=in_fp32)
+    for derive in (_world, _layout, _shape, _vocabulary, _kernels):
+        derived |= derive(args)
+    return derived | _rope(args, derived["position_embedding_type"])
+
+
+def _precision(asked: list[str], *, has_cuda: bool, accumulates_in_fp32: bool) -> dict[str, Any]:
+    """Return the run's precision and what follows from it; by default bf16 with CUDA and fp32 without."""
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join('--' + name for name in asked)} are given; a run has one precision.")
-    precision = asked[0] if asked else "bf16" if is_for_cuda(args.runs_here) else "fp32"
-    if precision == "fp16" and not is_for_cuda(args.runs_here):
+    precision = asked[0] if asked else "bf16" if has_cuda else "fp32"
+    if precision == "fp16" and not has_cuda:
         raise ConfigError("--fp16 needs CUDA; use --fp32 or --bf16 on CPU.")
     bf16, fp16 = precision == "bf16", precision == "fp16"
     return {
@@ -69,7 +71,7 @@ def _precision(args: Namespace) -> dict[str, Any]:
         "fp32": not (bf16 or fp16),
         "params_dtype": params_dtype(bf16=bf16, fp16=fp16),
         # As in Megatron, gradients of bf16 parameters are accumulated in fp32.
-        "accumulate_allreduce_grads_in_fp32": args.accumulate_allreduce_grads_in_fp32 or bf16,
+        "accumulate_allreduce_grads_in_fp32": accumulates_in_fp32 or bf16,
     }
 
 
@@ -165,9 +167,10 @@ def _shape(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _rope(args: Namespace) -> dict[str, Any]:
+def _rope(args: Namespace, position_type: str) -> dict[str, Any]:
     """Return defaults for the rotary flags that neither the command nor config.json gave."""
-    is_yarn, is_latent = has_yarn(args), args.multi_latent_attention
+    is_latent = args.multi_latent_attention
+    is_yarn = has_yarn(position_type, is_latent=is_latent)
     names = [*YARN_DEFAULTS, *(() if is_latent else ("yarn_truncate",))]
     given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
     if given and not (is_yarn or is_latent):
@@ -225,7 +228,7 @@ def warmup_steps(decay: float, iters: int, fraction: float | None) -> float:
 
 def _kernels(args: Namespace) -> dict[str, Any]:
     """Return replacements for kernel flags that slime's layers do not support, and log each."""
-    derived = reset_what_has_no_effect(args)
+    derived = reset_what_has_no_effect(vars(args))
     if args.transformer_impl != "local":
         derived["transformer_impl"] = "local"
         logger.info("--transformer-impl %s: the model is built from slime's own layers.", args.transformer_impl)

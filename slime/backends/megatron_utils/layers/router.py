@@ -9,7 +9,6 @@ Shapes: T = tokens that this rank routes, S = samples of the micro-batch, E = ex
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -61,13 +60,13 @@ def part_of_tensor_rank(values_T: Tensor, num_tokens: int) -> Tensor:
     return values_T.chunk(mpu.get_tensor_model_parallel_world_size())[mpu.get_tensor_model_parallel_rank()]
 
 
-def routers_need_samples(args: Namespace) -> bool:
+def routers_need_samples(config: TransformerConfig, *, logs_load: bool) -> bool:
     """Return True if the routers need more than single tokens: for balancing losses, a moving bias or the load."""
-    if not args.num_experts:
+    if not config.num_moe_experts:
         return False
-    coefficients = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, list) else [args.moe_aux_loss_coeff]
-    moves_bias = args.moe_router_enable_expert_bias and args.moe_router_bias_update_rate
-    return bool(any(coefficients) or args.moe_z_loss_coeff or moves_bias or args.log_expert_load)
+    aux = config.moe_aux_loss_coeff
+    moves_bias = config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate
+    return bool(any(aux if isinstance(aux, list) else [aux]) or config.moe_z_loss_coeff or moves_bias or logs_load)
 
 
 def attach_routed_samples(

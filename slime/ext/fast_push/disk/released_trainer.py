@@ -64,7 +64,8 @@ class ReleasedPush(WeightPush):
             return {}
         self._hand_over_weights()
         if self.args.offload_rollout:
-            self.ask_manager("onload_weights", timeout_s=memory_timeout_s(self.args))
+            timeout_s = memory_timeout_s(self.args.engine_start_timeout_s, self.args.weight_update_timeout_s)
+            self.ask_manager("onload_weights", timeout_s=timeout_s)
         return super().update()
 
     def _hand_over_weights(self) -> None:

@@ -193,4 +193,5 @@ def test_the_bias_stays_fp32_when_the_model_becomes_bf16() -> None:
     ],
 )
 def test_routers_are_told_of_samples_only_where_it_matters(flags: tuple[Any, ...], needed: bool) -> None:
-    assert routers_need_samples(args_with(*flags)) is needed
+    args = args_with(*flags)
+    assert routers_need_samples(transformer_config_from_args(args), logs_load=args.log_expert_load) is needed
