@@ -14,10 +14,12 @@ RUN apt-get update \
 
 WORKDIR /opt/slime
 
-# Before the code, so that a change of code does not install again.
-COPY Makefile ./
+# Before the code, so that a change of code does not install again; README, licence and the two files of slime are for the
+# command `slime`.
+COPY Makefile pyproject.toml README.md LICENSE ./
 COPY requirements requirements
 COPY scripts/install.sh scripts/device.sh scripts/
+COPY slime/__init__.py slime/__main__.py slime/
 # One more index to look for torch in, for builds for CUDA.
 ARG SLIME_TORCH_INDEX=""
 RUN DEVICE=gpu PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 make install

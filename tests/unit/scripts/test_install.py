@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -117,3 +120,25 @@ def test_a_recipe_on_gpus_refuses_the_environment_for_cpus(checkout):
     assert done.returncode == 0 and done.stdout == ""  # tools/plan.py, and clusters with an environment of their own
     (checkout / ".venv/.kind").write_text("gpu\n")
     assert run(checkout, *words, DEVICE="gpu").stdout == "8 GPUs\n"
+
+
+def test_the_image_has_what_make_install_reads_before_it_has_the_code(checkout, tmp_path):
+    steps = (REPO / "Dockerfile").read_text().partition("\nRUN DEVICE=gpu")[0]
+    image = tmp_path / "image"
+    for line in re.findall(r"^COPY (.+)$", steps, flags=re.MULTILINE):
+        *sources, target = line.split()
+        for source in sources:
+            (image / target).mkdir(parents=True, exist_ok=True)
+            if (REPO / source).is_dir():
+                shutil.copytree(REPO / source, image / target, dirs_exist_ok=True)
+            else:
+                shutil.copy(REPO / source, image / target)
+    shutil.copytree(checkout / "bin", image / "bin")
+    done = run(image, "scripts/install.sh", DEVICE="gpu")
+    assert done.returncode == 0, done.stderr
+    # What `uv pip install -e .` does there, which the recorder above only notes.
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_editable(sys.argv[1]))"
+    wheel = subprocess.run([sys.executable, "-c", build, image], cwd=image, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(image / wheel.stdout.split()[-1]) as made:
+        [commands] = [made.read(name).decode() for name in made.namelist() if name.endswith("entry_points.txt")]
+    assert "slime = slime.__main__:main" in commands
