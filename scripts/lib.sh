@@ -35,10 +35,15 @@ unset PYTHONDONTWRITEBYTECODE
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::FutureWarning,ignore::UserWarning,ignore::DeprecationWarning}"
 # The second folder lets processes without CUDA import SGLang; with CUDA it has no effect.
 export PYTHONPATH="${REPO_DIR}:${REPO_DIR}/slime/backends/sglang_utils/cpu_shim${PYTHONPATH:+:${PYTHONPATH}}"
-# Local traffic bypasses proxies; Ray's servers refuse clients without the token.
+# Local traffic bypasses proxies.
 export no_proxy="127.0.0.1,localhost,::1,$(hostname -I 2>/dev/null | tr ' ' ',')${no_proxy:-}"
 export NO_PROXY="${no_proxy}"
-export RAY_AUTH_MODE=token
+# Ray's servers refuse clients without the token, but for a running cluster that has none.
+if [[ -z "${SLIME_SCRIPT_EXTERNAL_RAY:-}" ]]; then
+    export RAY_AUTH_MODE=token
+elif [[ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" || -e "${HOME:-/}/.ray/auth_token" ]]; then
+    export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
+fi
 # A missing model or data folder is an error, not a download from the Hugging Face hub.
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
 
