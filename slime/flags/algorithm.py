@@ -21,6 +21,9 @@ from slime.flags.rollout import OWN_ROLLOUTS
 
 logger = logging.getLogger(__name__)
 
+GROUP_SIZE = 8
+"""Responses per prompt where they are compared with each other, and no flag says how many."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossType:
@@ -299,11 +302,11 @@ def advise_algorithm(args: Namespace) -> None:
         logger.warning("CISPO bounds its weights from below at 1 - --eps-clip = %g; usual is 0.", 1 - args.eps_clip)
 
 
-def check_groups_of_one(args: Namespace) -> Iterator[str]:
-    """Yield a message for groups of one: compared only with itself, a sample has an advantage of 0."""
+def needs_groups(args: Namespace) -> bool:
+    """Return True if a response without others to its prompt has an advantage of 0, and no other loss trains on it."""
     is_training = not (args.debug_rollout_only or args.debug_train_only or args.num_rollout == 0)
-    if not is_training or args.n_samples_per_prompt > 1 or args.loss_type != "policy_loss":
-        return
+    if not is_training or args.loss_type != "policy_loss":
+        return False
     plug_ins = (
         "custom_generate_function_path",
         "custom_reward_post_process_path",
@@ -314,12 +317,23 @@ def check_groups_of_one(args: Namespace) -> Iterator[str]:
     others = args.advantage_terms or coefs or args.enable_mtp_training
     is_ours = args.rollout_function_path in OWN_ROLLOUTS and not any(getattr(args, name) for name in plug_ins)
     if others or not is_ours or not (args.compute_advantages_and_returns and args.rewards_normalization):
-        return
+        return False
     baseline = get_estimator(args.advantage_estimator).group_baseline
     if baseline is None:
-        return
+        return False
     reward = torch.ones(1, dtype=torch.float64)
-    if torch.equal(baseline(reward, GroupConfig(divide_by_std=False)).baseline_G, reward):
+    return torch.equal(baseline(reward, GroupConfig(divide_by_std=False)).baseline_G, reward)
+
+
+def derive_group_size(args: Namespace) -> None:
+    """Set the responses per prompt of a command that leaves them open."""
+    if args.n_samples_per_prompt is None:
+        args.n_samples_per_prompt = GROUP_SIZE if needs_groups(args) else 1
+
+
+def check_groups_of_one(args: Namespace) -> Iterator[str]:
+    """Yield a message for groups of one: compared only with itself, a sample has an advantage of 0."""
+    if args.n_samples_per_prompt == 1 and needs_groups(args):
         yield (
             f"--n-samples-per-prompt {args.n_samples_per_prompt} with --advantage-estimator "
             f"{args.advantage_estimator}: an answer is compared with the others to its prompt, and there are none, so "

@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from slime.flags.algorithm import derive_group_size
 from slime.flags.config import BackendFlags, FlagConfig
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import (
@@ -282,7 +283,7 @@ def advise_micro_batches(args: Namespace) -> None:
 
 GROUP = FlagGroup(
     add_data_arguments,
-    derive=(derive_data,),
+    derive=(derive_group_size, derive_data),
     check=(check_batches,),
     advise=(advise_micro_batches,),
 )

@@ -85,7 +85,7 @@ class MetricsConfig(
     advantage_estimator: str
     loss_type: str
     rollout_num_gpus: int | None
-    n_samples_per_prompt: int
+    n_samples_per_prompt: int = 1
     n_samples_per_eval_prompt: int
     reward_key: str | None
     log_multi_turn: bool

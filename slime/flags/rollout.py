@@ -79,7 +79,11 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def _add_collection(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rollout", "Size of a rollout, and handling of unfinished or stale groups.")
     group.add_argument("--rollout-batch-size", type=positive_int, help="Prompts in one rollout. Required.")
-    group.add_argument("--n-samples-per-prompt", type=positive_int, default=1, help="Responses per prompt.")
+    group.add_argument(
+        "--n-samples-per-prompt",
+        type=positive_int,
+        help="Responses per prompt. Default: 8 where the estimator only compares them with each other, else 1.",
+    )
     group.add_argument(
         "--over-sampling-batch-size",
         type=positive_int,

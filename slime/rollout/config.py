@@ -65,7 +65,7 @@ class RolloutConfig(
     # Groups
     rollout_batch_size: int
     over_sampling_batch_size: int
-    n_samples_per_prompt: int
+    n_samples_per_prompt: int = 1
     num_rollout: int | None
     rollout_timeout_s: float
     partial_rollout: bool

@@ -54,6 +54,26 @@ def test_one_answer_to_a_prompt_is_refused_where_nothing_else_teaches(make_args,
 
 
 @pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ("--advantage-estimator grpo", 8),
+        ("--advantage-estimator gspo --num-steps-per-rollout 2", 8),
+        ("--advantage-estimator ppo", 1),
+        ("--advantage-estimator grpo --disable-rewards-normalization", 1),
+        ("--advantage-estimator grpo --debug-rollout-only", 1),
+        ("--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.1", 1),
+    ],
+)
+def test_the_answers_to_a_prompt_are_eight_where_one_would_teach_nothing(make_args, words, size):
+    args = make_args(*words.split())
+    args.n_samples_per_prompt = args.global_batch_size = None
+    slime_validate_args(args)
+    assert args.n_samples_per_prompt == size
+    steps = args.num_steps_per_rollout or 1
+    assert args.debug_rollout_only or args.global_batch_size * steps == args.rollout_batch_size * size
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--global-batch-size", "5"], "--rollout-batch-size 4 x --n-samples-per-prompt 2 = 8 samples"),
