@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -64,9 +65,9 @@ def run(train: Callable[[Namespace], None], check: Callable[[Namespace], None] |
     """
     from slime.ray import job
 
-    configure_logger()
     words = sys.argv[1:]
     flags = {word.partition("=")[0] for word in words}
+    configure_logger(level=logging.DEBUG if "--verbose" in flags else logging.INFO)
     if "--plan" in flags and _is_here("plan"):
         from slime.ext.plan.command import plan_of_train
 

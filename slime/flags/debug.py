@@ -32,6 +32,11 @@ def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_debug(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("debug", "Only engines or only the trainer, and dumps of their data.")
+    group.add_argument(
+        "--verbose",
+        action="store_true",
+        help="Log every weight push, Ray's client, and each model flag that follows from config.json.",
+    )
     group.add_argument("--debug-rollout-only", action="store_true", help="Start only the engines; no training.")
     group.add_argument(
         "--debug-train-only",

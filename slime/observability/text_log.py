@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from argparse import Namespace
 
 from slime.utils.redaction import redacted_text
 
@@ -19,8 +20,18 @@ class RedactingFormatter(logging.Formatter):
         return redacted_text(super().format(record))
 
 
+def level_of(args: Namespace) -> int:
+    """Return the level of slime's own lines that ``--verbose`` asks for."""
+    return logging.DEBUG if args.verbose else logging.INFO
+
+
 def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
-    """Log ``level`` and above to stderr as ``[time prefix] file:line - message``.  Later calls have no effect."""
+    """Log to stderr as ``[time prefix] file:line - message``.  Later calls have no effect.
+
+    Args:
+        prefix: name of the process.
+        level: lowest level to log.  Below INFO it holds for slime alone, not for libraries.
+    """
     if _Process.is_logging_configured:
         return
     _Process.is_logging_configured = True
@@ -28,7 +39,8 @@ def configure_logger(prefix: str = "", level: int = logging.INFO) -> None:
     handler = logging.StreamHandler(sys.stderr)
     line = f"[%(asctime)s{tag}] %(filename)s:%(lineno)d - %(message)s"
     handler.setFormatter(RedactingFormatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=max(level, logging.INFO), handlers=[handler], force=True)
+    logging.getLogger("slime").setLevel(level)
     for chatty in ("httpx", "httpcore", "urllib3", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     # slime does not use Megatron's FSDP and rerun state machine, but both log messages.

@@ -68,6 +68,7 @@ def connect(args: Namespace) -> None:
             ray_token.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as Ray does for "auto"
         outcome = _join(address)
         if outcome is None:
+            logger.info("joined the Ray cluster at %s", address)
             return
         if not isinstance(outcome, ConnectionError):
             raise outcome
@@ -140,6 +141,7 @@ def _start(num_gpus: int | None, num_cpus: int | None) -> None:
                 num_cpus=num_cpus,
                 include_dashboard=False,
                 log_to_driver=True,
+                logging_level=_client_level(),
                 _temp_dir=str(folder / RAY),
                 _system_config={"prestart_worker_first_driver": False},  # actors cannot use prestarted workers
             )
@@ -149,6 +151,11 @@ def _start(num_gpus: int | None, num_cpus: int | None) -> None:
             if "timed out during startup" not in str(error) or attempt == START_ATTEMPTS:
                 raise
             logger.warning("attempt %d of %d to start Ray failed: %s", attempt, START_ATTEMPTS, error)
+
+
+def _client_level() -> int:
+    """Return the level of Ray's client: its lines of a start that went well are for ``--verbose``."""
+    return logging.INFO if logger.isEnabledFor(logging.DEBUG) else logging.WARNING
 
 
 def _make_token(folder: Path) -> None:
@@ -172,7 +179,7 @@ def _join(address: str) -> Exception | None:
 
     def initialise() -> None:
         try:
-            ray.init(address=address, log_to_driver=True)
+            ray.init(address=address, log_to_driver=True, logging_level=_client_level())
             outcome.append(None)
         except Exception as error:  # returned by the waiting thread
             outcome.append(error)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from slime.observability import telemetry
-from slime.observability.text_log import configure_logger
+from slime.observability.text_log import configure_logger, level_of
 from slime.ray.engines.verbs import CONTROL_GROUP, EngineVerbs
 from slime.ray.gpus import GpuSlice
 from slime.ray.parts import CORE, Parts, load_all
@@ -44,7 +44,7 @@ class RolloutManager(EngineVerbs):
         from slime.utils.async_utils import StallTimeout
         from slime.utils.http_utils import init_http_client
 
-        configure_logger(prefix="rollout")
+        configure_logger(prefix="rollout", level=level_of(args))
         self.args = args
         telemetry.start(args, "rollout manager", load_all(parts.sinks))
         StallTimeout.seconds = args.loop_stall_timeout_s

@@ -84,7 +84,7 @@ def run_job(seed: Seed, form: Form, job: Job, base: Path, save: Path, num_rollou
     """
     log = base / f"{save.name}-{num_rollout}.log"
     text = " ".join((ALL, form.flags, job.flags)).format(base=base, save=save, model=_model_flags(seed, base))
-    compare = ["--check-weight-update-equal"] if form.compares else []
+    compare = ["--check-weight-update-equal" if form.compares else "--verbose"]
     flags = [*shlex.split(text), *compare, "--num-rollout", str(num_rollout)]
     variables = {
         **{"BASE_DIR": str(base), "ACTOR_NUM_NODES": "1", "MASTER_ADDR": "127.0.0.1", "SOCKET_IFNAME": "lo"},

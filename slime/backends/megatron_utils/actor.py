@@ -28,7 +28,7 @@ from slime.backends.train_worker import TrainWorker
 from slime.flags.checkpoint import version_before
 from slime.observability import telemetry
 from slime.observability.telemetry import Timer, span
-from slime.observability.text_log import configure_logger
+from slime.observability.text_log import configure_logger, level_of
 from slime.train_data.columns import RankBatch
 from slime.utils.distributed_utils import get_gloo_group
 from slime.utils.files import read_model_config
@@ -62,7 +62,7 @@ class MegatronTrainRayActor(TrainWorker):
         self.args, self.role = args, role
         if args.debug_rollout_only:
             return args.start_rollout_id or 0
-        configure_logger(prefix=f"{role} {self.rank}")
+        configure_logger(prefix=f"{role} {self.rank}", level=level_of(args))
         logging.getLogger("megatron").setLevel(logging.WARNING)
         self.join_process_group(args.distributed_backend, timedelta(minutes=args.distributed_timeout_minutes))
         initialize.init(args)

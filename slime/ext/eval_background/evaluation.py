@@ -25,7 +25,7 @@ from slime.flags.parse import record_runtime
 from slime.observability import telemetry
 from slime.observability.dumps import dump_rollout
 from slime.observability.rollout_metrics import log_eval
-from slime.observability.text_log import configure_logger
+from slime.observability.text_log import configure_logger, level_of
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.engines.deadlines import ROLLOUT_MARGIN_S
 from slime.ray.parts import Evaluation, Parts, load_all
@@ -63,7 +63,7 @@ class BackgroundEvaluator(Watched):
     """
 
     def __init__(self, args: Namespace, parts: Parts) -> None:
-        configure_logger(prefix="eval")
+        configure_logger(prefix="eval", level=level_of(args))
         telemetry.start(args, "evaluation", load_all(parts.sinks))
         self.args = args
         StallTimeout.seconds = args.loop_stall_timeout_s

@@ -87,7 +87,8 @@ def push_weights(asked: Push, source: Buckets, carrier: Carrier, plain: BucketSo
         engine_seconds=push.engine_seconds,
     )
     if push.ranks.rank == 0:
-        logger.info(
+        logger.log(
+            push.log_level,
             "Pushed weight version %s to %d engines: %d tensors, %.1f MiB in %d buckets, %.2f s.%s%s",
             push.version, report.num_engines, report.num_tensors, report.num_bytes / 2**20, report.num_buckets,
             report.elapsed_s, " They hold the frozen ones." if push.leaves_out_constants else "",

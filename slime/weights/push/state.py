@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -97,6 +98,8 @@ class Push:
     """``--check-weight-update-equal``: overwrite all weights first, and compare them afterwards."""
     is_resend: bool = False
     """True if this push repeats the last one for engines that missed it."""
+    log_level: int = logging.INFO
+    """Level of the line about this push."""
     failures: list[Exception] = field(default_factory=list)
     """Errors of this rank that are no engine's fault; the next :meth:`meet` raises the first on all ranks."""
     spans: list[Span] = field(default_factory=list)

@@ -1,9 +1,12 @@
 """The one door for metrics: JSONL always."""
 
+import logging
 from argparse import Namespace
 from pathlib import Path
 
-from slime.observability import logging_utils
+import pytest
+
+from slime.observability import logging_utils, text_log
 from slime.observability.metrics_file import read_records
 
 
@@ -30,3 +33,15 @@ def test_the_primary_makes_the_run_id_that_no_flag_gave(tmp_path: Path) -> None:
     logging_utils.finish_tracking()
     assert logging_utils.init_tracking(arguments(tmp_path), primary=False) == {}
     logging_utils.finish_tracking()
+
+
+@pytest.mark.parametrize(("verbose", "level"), [(False, logging.INFO), (True, logging.DEBUG)])
+def test_verbose_is_about_slime_and_not_about_its_libraries(
+    verbose: bool, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, int] = {}
+    monkeypatch.setattr(text_log._Process, "is_logging_configured", False)
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: given.update(root=options["level"]))
+    monkeypatch.setattr(logging.getLogger("slime"), "setLevel", lambda level: given.update(slime=level))
+    logging_utils.configure_logger("actor 0", text_log.level_of(Namespace(verbose=verbose)))
+    assert given == {"root": logging.INFO, "slime": level}

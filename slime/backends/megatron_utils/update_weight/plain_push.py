@@ -89,7 +89,8 @@ class PlainPush(Transport):
             num_tensors=sum(map(len, sent)), num_buckets=len(sent), num_bytes=sum(sum(sizes) for sizes in sent)
         )
         if self._ranks.rank == 0:
-            logger.info(
+            logger.log(
+                push.log_level,
                 "Pushed weight version %s to %d engines, unverified: %d tensors, %.1f MiB in %d buckets, %.2f s.",
                 push.version, report.num_engines, report.num_tensors, report.num_bytes / 2**20, report.num_buckets,
                 report.elapsed_s,

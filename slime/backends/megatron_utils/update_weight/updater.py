@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -140,6 +141,7 @@ class WeightUpdater:
 
     def _new_push(self, *, is_resend: bool = False) -> Push:
         clock = PushClock(float(self.args.weight_update_timeout_s))
+        is_notable = self.report is None or is_resend or self.args.check_weight_update_equal
         return Push(
             str(self.version),
             Participants(self.engines, clock),
@@ -147,6 +149,7 @@ class WeightUpdater:
             repacks=(self._quantization or {}).get("quant_method") == "compressed-tensors",
             checks=self.args.check_weight_update_equal,
             is_resend=is_resend,
+            log_level=logging.INFO if is_notable else logging.DEBUG,
         )
 
     def _push(self, *, is_resend: bool = False) -> PushReport:

@@ -99,11 +99,14 @@ def test_an_fp32_job_loses_nothing_of_a_step_to_a_bf16_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(tmp_path, checkpoint="bfloat16", trainer="float32", engine="")
-    with caplog.at_level(logging.WARNING):
-        job.updater.push()
-        before = job.engine.held[NORM]
+    job.updater.push()
+    before = job.engine.held[NORM]
+    with caplog.at_level(logging.DEBUG):
         job.step(1e-5)
         report = job.updater.push()
+        job.updater.resend()
+    levels = [one.levelname for one in caplog.records if one.getMessage().startswith("Pushed weight version")]
+    assert levels == ["DEBUG", "INFO"], "the second push, and one for engines that missed it"
     assert job.engine.held[NORM] != before
     assert "perf/weight_push_lost_share" not in report.metrics
     assert "compute in" not in caplog.text
