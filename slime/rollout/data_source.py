@@ -23,7 +23,7 @@ from slime.rollout import plain_values
 from slime.rollout.plain_values import read_state, write_state
 from slime.rollout.prompt_dataset import Dataset, RowDigests, changed_rows, digest_of
 from slime.rollout.prompt_files import readers_of
-from slime.rollout.tools import toolbox
+from slime.rollout.tools import TurnsConfig, toolbox
 from slime.utils.errors import ConfigError, DataError, HookError
 from slime.utils.misc import load_function
 from slime.utils.plugins import PluginCall, call_plugin
@@ -104,7 +104,11 @@ class RolloutDataSource(DataSource):
                 processor.save_pretrained(Path(args.dump_details) / "processor")
         same = ("multimodal_keys", "tool_key", "metadata_key", "apply_chat_template", "apply_chat_template_kwargs")
         keywords = {name: getattr(args, name) for name in same}
-        keywords |= {"seed": args.rollout_seed, "tools": toolbox(args).schemas, "readers": readers_of(args)}
+        keywords |= {
+            "seed": args.rollout_seed,
+            "tools": toolbox(TurnsConfig.of(args)).schemas,
+            "readers": readers_of(args),
+        }
         self._rendering = {
             "--apply-chat-template": args.apply_chat_template,
             "--apply-chat-template-kwargs": json.dumps(args.apply_chat_template_kwargs or {}, sort_keys=True),

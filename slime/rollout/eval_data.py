@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import uuid
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 from slime.flags.evaluation import EvalDatasetConfig
 from slime.rollout.config import RolloutConfig
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.prompt_files import readers_of
-from slime.rollout.tools import toolbox
+from slime.rollout.tools import TurnsConfig, toolbox
 from slime.utils.errors import ConfigError
 from slime.utils.misc import copy_plain
 from slime.utils.processing_utils import media_of
@@ -22,13 +23,12 @@ _datasets: dict[Any, Dataset] = {}
 
 
 def requests_of(
-    args: Namespace, config: RolloutConfig, dataset_cfg: EvalDatasetConfig, state: Any
+    config: RolloutConfig, dataset_cfg: EvalDatasetConfig, prompts: Sequence[Sample]
 ) -> list[tuple[Sample, dict[str, Any]]]:
     """Return a new sample with its sampling parameters for every requested answer, prompt by prompt."""
-    dataset = _load_dataset(args, dataset_cfg, state)
     shared_params = eval_sampling_params(config, dataset_cfg)
     requests: list[tuple[Sample, dict[str, Any]]] = []
-    for number, prompt in enumerate(dataset.samples):
+    for number, prompt in enumerate(prompts):
         for copy_index in range(dataset_cfg.n_samples_per_eval_prompt):
             sample = copy.deepcopy(prompt, {id(item): item for item in media_of(prompt)})  # images are shared
             sample.index = len(requests)
@@ -44,7 +44,7 @@ def requests_of(
     return requests
 
 
-def _load_dataset(args: Namespace, dataset_cfg: EvalDatasetConfig, state: Any) -> Dataset:
+def load_dataset(args: Namespace, dataset_cfg: EvalDatasetConfig, state: Any) -> Dataset:
     """Return the data set of a config, reading it on first use."""
     key = (
         dataset_cfg.cache_key,
@@ -67,7 +67,7 @@ def _load_dataset(args: Namespace, dataset_cfg: EvalDatasetConfig, state: Any) -
             multimodal_keys=dataset_cfg.multimodal_keys,
             apply_chat_template=dataset_cfg.apply_chat_template,
             apply_chat_template_kwargs=dataset_cfg.apply_chat_template_kwargs,
-            tools=toolbox(args).schemas,
+            tools=toolbox(TurnsConfig.of(args)).schemas,
             readers=readers_of(args),
         )
     return _datasets[key]

@@ -236,17 +236,6 @@ _WORKERS: list[AsyncRolloutWorker] = []
 """The worker of this process."""
 
 
-def _worker_of(args: Namespace, data_buffer: Any) -> AsyncRolloutWorker:
-    """Return the process's worker, replacing it if the data source is another one."""
-    for worker in _WORKERS:
-        if worker.data_buffer is data_buffer:
-            return worker
-        run(worker.stop(), IDLE_WAIT_S)
-    get_async_loop()
-    _WORKERS[:] = [AsyncRolloutWorker(args, data_buffer)]
-    return _WORKERS[0]
-
-
 def generate_rollout_fully_async(
     args: Namespace, rollout_id: int, data_buffer: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
@@ -262,7 +251,12 @@ def generate_rollout_fully_async(
             "--eval-function-path slime.rollout.sglang_rollout.generate_rollout."
         )
     timeout_s = RolloutConfig.of(args).rollout_timeout_s + 2 * IDLE_WAIT_S
-    return run(_worker_of(args, data_buffer).collect(rollout_id), timeout_s)
+    if not any(worker.data_buffer is data_buffer for worker in _WORKERS):  # the first one, or of another data source
+        for worker in _WORKERS:
+            run(worker.stop(), IDLE_WAIT_S)
+        get_async_loop()
+        _WORKERS[:] = [AsyncRolloutWorker(args, data_buffer)]
+    return run(_WORKERS[0].collect(rollout_id), timeout_s)
 
 
 generate_rollout_fully_async.keeps_groups_in_flight = True  # type: ignore[attr-defined]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,8 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation:
     for path in [paths] if isinstance(paths, str) else paths:
         hook = load_function(path)
         call = PluginCall("--rollout-sample-hook-path", path, value)
-        returned = await await_plugin(call, _run, call, hook, args, value, accepted(hook, facts))
+        ready = functools.partial(call_plugin, call, hook, args, value, **accepted(hook, facts))
+        returned = await await_plugin(call, _run, ready)
         if returned is not None and not isinstance(returned, Sample):
             raise HookError(f"{call} returned {type(returned).__name__}; a sample hook must return a Sample or None.")
         value = value if returned is None else returned
@@ -59,9 +61,7 @@ async def apply_rollout_sample_hooks(args: Namespace, value: Any, *, evaluation:
     return value
 
 
-async def _run(
-    call: PluginCall, hook: Callable[..., Any], args: Namespace, sample: Sample, facts: Mapping[str, Any]
-) -> Any:
+async def _run(hook: Callable[[], Any]) -> Any:
     """Call a hook and await its result if needed."""
-    returned = call_plugin(call, hook, args, sample, **facts)
+    returned = hook()
     return await returned if inspect.isawaitable(returned) else returned

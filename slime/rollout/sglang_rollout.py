@@ -46,7 +46,7 @@ from slime.rollout.engine_request import (
     request_payload,
     training_sampling_params,
 )
-from slime.rollout.eval_data import requests_of, results_of
+from slime.rollout.eval_data import load_dataset, requests_of, results_of
 from slime.rollout.pool import GroupPool, result_of, stamp_start
 from slime.rollout.prompts import encode
 from slime.rollout.rm_hub import TOKENIZERS, asks_for_lists, async_rm, batched_async_rm
@@ -298,18 +298,16 @@ async def _reward(args: Namespace, config: RolloutConfig, entry: Entry) -> Entry
     unrewarded = [sample for sample in leaves if sample.reward is None]
     if unrewarded:
         with trace_span(unrewarded, "reward_model"):
-            if asks_for_lists(args):
-                await _reward_together(args, unrewarded)
+            if asks_for_lists(RewardConfig.of(args).custom_rm_path):
+                rewards = await batched_async_rm(args, unrewarded)
             else:
                 rewards = await asyncio.gather(*(async_rm(args, sample) for sample in unrewarded))
-                for sample, reward in zip(unrewarded, rewards, strict=True):
-                    sample.reward = reward
+            _set_rewards(unrewarded, rewards)
     return entry
 
 
-async def _reward_together(args: Namespace, samples: list[Sample]) -> None:
-    """Reward samples in one call."""
-    rewards = await batched_async_rm(args, samples)
+def _set_rewards(samples: list[Sample], rewards: Any) -> None:
+    """Set the rewards that a reward function returned for these samples."""
     if not is_one_each(rewards, samples):
         given = f"{len(rewards)} rewards" if isinstance(rewards, list | tuple) else str(rewards)[:80]
         raise HookError(
@@ -343,7 +341,7 @@ async def generate_and_rm_group(
         leaves = list(leaf_samples(group))
         if any(sample.reward is None for sample in leaves):
             with trace_span(leaves, "group_reward_model"):
-                await _reward_together(args, leaves)
+                _set_rewards(leaves, await batched_async_rm(args, leaves))
     return group
 
 
@@ -569,7 +567,7 @@ async def eval_rollout_single_dataset(
     For a reward dict, ``rewards`` holds its entry ``--eval-reward-key`` (or ``--reward-key`` if unset).
     """
     config, name = RolloutConfig.of(args), dataset_cfg.name
-    requests = requests_of(args, config, dataset_cfg, GenerateState(args))
+    requests = requests_of(config, dataset_cfg, load_dataset(args, dataset_cfg, GenerateState(args)).samples)
     tasks = [asyncio.create_task(_evaluate(args, config, sample, params)) for sample, params in requests]
     await wait_for_all(config, f"evaluation of {name} at rollout {rollout_id}", tasks, "answers")
     leaves = [leaf for task in tasks for leaf in leaf_samples(task.result())]

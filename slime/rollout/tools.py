@@ -6,7 +6,6 @@ import functools
 import inspect
 import json
 import threading
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,13 +88,12 @@ def _function_of(path: str) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
         ) from error
 
 
-def toolbox(args: Namespace) -> Toolbox:
+def toolbox(config: TurnsConfig) -> Toolbox:
     """Return the tools of ``--rollout-tools``; the first call in a process may take minutes.
 
     Raises:
         ConfigError: a tool cannot be imported or described, or its server does not answer.
     """
-    config = TurnsConfig.of(args)
     with _READING:
         return _toolbox(tuple(config.rollout_tools or ()), tuple(config.tool_readers.items()))
 

@@ -63,7 +63,7 @@ DATA = (
     ),
     Mutation(
         bug="rewards of a group paired with the wrong samples",
-        target="slime.rollout.sglang_rollout:_reward_together",
+        target="slime.rollout.sglang_rollout:_set_rewards",
         old="zip(samples, rewards, strict=True)",
         new="zip(samples, reversed(rewards), strict=True)",
         tests=(f"{ROLLOUT}test_sglang_rollout.py::test_group_rm_grades_each_group_once_after_all_its_samples",),

@@ -7,7 +7,7 @@ from argparse import Namespace
 from typing import Any
 
 from slime.rollout.prompts import as_messages
-from slime.rollout.tools import call_in_time, toolbox
+from slime.rollout.tools import TurnsConfig, call_in_time, toolbox
 from slime.utils.misc import load_function
 from tools.plugin_check.bench import Bench
 from tools.plugin_check.findings import Findings, expect
@@ -21,7 +21,7 @@ def _tool(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = Namespace(rollout_tools=[path])
     arguments: dict[str, Any] = {}
     with findings.step("it can be described to the model, by its annotations and docstring"):
-        [description] = toolbox(args).schemas
+        [description] = toolbox(TurnsConfig.of(args)).schemas
         described = description["function"]
         expect(described.get("description"), "its docstring is empty; the model reads it")
         for name, parameter in described["parameters"]["properties"].items():
@@ -32,11 +32,13 @@ def _tool(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     name = described["name"]
     shown = f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
     with findings.step(f"it answers {shown} with text"):
-        answer = findings.run(toolbox(args).call(name, arguments, timeout_s=bench.timeout_s), bench.timeout_s)
+        answer = findings.run(
+            toolbox(TurnsConfig.of(args)).call(name, arguments, timeout_s=bench.timeout_s), bench.timeout_s
+        )
         if answer.startswith("Error: "):
             findings.warn("answer", f"{shown} raised; the model reads {answer[:200]!r} and may call it better")
     with findings.step("a wrong call is answered with an error, and does not end the run"):
-        call = toolbox(args).call(name, {"no_such_argument": 1}, timeout_s=bench.timeout_s)
+        call = toolbox(TurnsConfig.of(args)).call(name, {"no_such_argument": 1}, timeout_s=bench.timeout_s)
         expect(findings.run(call, bench.timeout_s), "it answered nothing")
 
 

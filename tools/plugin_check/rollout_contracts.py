@@ -180,7 +180,7 @@ def _custom_rm(findings: Findings, bench: Bench, flag: str, path: str) -> None:
             with findings.step(what):
                 for reward in findings.run(one_by_one(graded), bench.timeout_s):
                     check_reward(args, reward)
-    if args.group_rm or asks_for_lists(args):
+    if args.group_rm or asks_for_lists(args.custom_rm_path):
         what = "with --group-rm" if args.group_rm else "for what a generate function makes of one sample"
         with findings.step(f"a list of rewards for a list of samples ({what})"):
             rewards = findings.run(batched_async_rm(args, samples), bench.timeout_s)

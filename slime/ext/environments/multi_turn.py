@@ -103,7 +103,8 @@ async def converse(
         sample.metadata |= {"turn_start": 0, "round_number": 0}  # it may have been drawn before, and given up
         _forget_images(sample)
     if not sample.tokens:
-        sample.tokens = _prompt_tokens(state, sample, await asyncio.to_thread(toolbox, args))
+        tools = await asyncio.to_thread(toolbox, TurnsConfig.of(args))
+        sample.tokens = _prompt_tokens(state, sample, tools)
     context = args.eval_max_context_len if evaluation else args.rollout_max_context_len
     num_prompt = len(sample.tokens) - sample.response_length
     bounds = [sampling_params.get("max_new_tokens"), None if context is None else context - num_prompt]
@@ -241,7 +242,7 @@ async def generate(
     is FAILED and trains nothing.  The environment of a continued sample begins again and gets the same turns.
     """
     config = TurnsConfig.of(args)
-    player = _Player(config, sample, await asyncio.to_thread(toolbox, args))
+    player = _Player(config, sample, await asyncio.to_thread(toolbox, config))
     limits: dict[str, Any] = {"max_turns": config.rollout_max_turns, "evaluation": evaluation}
     if config.rollout_environment is None:
         return await converse(args, sample, sampling_params, player.observe, **limits)
@@ -346,7 +347,7 @@ def check_tools_and_environment(args: Namespace) -> None:
         ConfigError: names the flag and what is wrong.
     """
     path = TurnsConfig.of(args).rollout_environment
-    if offered := toolbox(args).schemas:
+    if offered := toolbox(TurnsConfig.of(args)).schemas:
         _check_template(args, offered)
     if path is None:
         if not offered:

@@ -16,7 +16,7 @@ from slime.ext.plan.traffic import StepWork, reference_lengths
 from slime.flags.security import Trust
 from slime.rollout.prompt_dataset import Dataset
 from slime.rollout.prompt_files import readers_of, split_path
-from slime.rollout.tools import toolbox
+from slime.rollout.tools import TurnsConfig, toolbox
 from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError
 from slime.utils.processing_utils import load_tokenizer
@@ -61,7 +61,7 @@ def prompt_lengths(args: Namespace, checkpoint: str) -> tuple[int, ...]:
             seed=args.rollout_seed,
             apply_chat_template=args.apply_chat_template,
             apply_chat_template_kwargs=args.apply_chat_template_kwargs,
-            tools=toolbox(args).schemas,
+            tools=toolbox(TurnsConfig.of(args)).schemas,
             readers=readers_of(args),
         )
 

@@ -117,12 +117,11 @@ async def _call_custom(
     return await within(config.rm_timeout_s, reward) if inspect.isawaitable(reward) else reward
 
 
-def asks_for_lists(args: Namespace) -> bool:
-    """Return whether ``--custom-rm-path`` grades all samples of a fanned-out execution in one call.
+def asks_for_lists(path: str | None) -> bool:
+    """Return whether the function of ``--custom-rm-path`` grades all samples of a fanned-out execution in one call.
 
     It does not if its second parameter is named ``sample``, unless that parameter is annotated as a list.
     """
-    path = RewardConfig.of(args).custom_rm_path
     if not path:
         return False
     parameters = list(inspect.signature(load_function(path)).parameters.values())

@@ -298,7 +298,7 @@ def test_what_is_offered_comes_from_signature_and_docstring():
     )
     derive_turns(args)
     assert args.custom_generate_function_path == MULTI_TURN
-    (schema,) = tools.toolbox(args).schemas
+    (schema,) = tools.toolbox(tools.TurnsConfig.of(args)).schemas
     assert schema["function"] == {
         "name": "double",
         "description": "Double a number.",
@@ -314,7 +314,7 @@ def test_what_is_offered_comes_from_signature_and_docstring():
 def test_the_prompt_offers_the_tools_whoever_renders_it(tmp_path, talk):
     tokenizer = make_tokenizer()
     (tmp_path / "rows.jsonl").write_text('{"text": "hi"}\n')
-    offered = tools.toolbox(Namespace(rollout_tools=[f"{HERE}.double"])).schemas
+    offered = tools.toolbox(tools.TurnsConfig.of(Namespace(rollout_tools=[f"{HERE}.double"]))).schemas
     rendered = (
         Dataset(str(tmp_path / "rows.jsonl"), tokenizer, None, None, apply_chat_template=True, tools=offered)
         .samples[0]

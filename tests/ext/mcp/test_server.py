@@ -18,7 +18,7 @@ import pytest
 from slime.ext.environments.multi_turn import generate
 from slime.ext.mcp import server as mcp_server
 from slime.ext.mcp.flags import check_servers, derive_servers
-from slime.rollout.tools import toolbox
+from slime.rollout.tools import TurnsConfig, toolbox
 from slime.utils.errors import ConfigError
 from slime.utils.types import Sample
 from tests.eventually import wait_until
@@ -37,7 +37,7 @@ def nothing_left():
 
 
 def tools_of(*words: str):
-    return toolbox(Namespace(rollout_tools=[*words], tool_readers=READERS))
+    return toolbox(TurnsConfig.of(Namespace(rollout_tools=[*words], tool_readers=READERS)))
 
 
 def called(tools, *calls, timeout_s=20.0):
@@ -57,7 +57,7 @@ def test_a_policy_is_offered_the_tools_and_reads_their_answers(talk, ask):
     sample = asyncio.run(generate(args, ask("?"), {"max_new_tokens": 400}))
     assert sample.status is Sample.Status.COMPLETED and sample.metadata["round_number"] == 2
     assert sample.response.endswith("Four.<|im_end|>")
-    described = toolbox(args).schemas[0]["function"]
+    described = toolbox(TurnsConfig.of(args)).schemas[0]["function"]
     assert described["name"] == "stock" and "how many of an article" in described["description"]
     assert described["parameters"]["required"] == ["article"]
 
