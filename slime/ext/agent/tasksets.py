@@ -23,6 +23,7 @@ from slime.ext.agent.flags import PYTHON, needs_python
 from slime.ext.agent.session import play
 from slime.ext.agent.verifiers_data import LOAD_LIMIT_S
 from slime.ext.agent.verifiers_env import check, rewarded
+from slime.flags.reward import RewardConfig
 from slime.rollout.prompt_files import parse_query
 from slime.rollout.rm_hub.policy import within
 from slime.rollout.tools import EnvironmentFailure, TurnsConfig
@@ -185,7 +186,7 @@ async def generate(
         return float(ended["reward"])
 
     played = await play(args, sample, sampling_params, agent, evaluation=evaluation)
-    return await rewarded(args, played, ended, is_cut=bool(ended.get("is_cut")))
+    return await rewarded(RewardConfig.of(args), played, ended, is_cut=bool(ended.get("is_cut")))
 
 
 generate.check_args = check  # type: ignore[attr-defined]

@@ -61,11 +61,11 @@ async def generate(
 
     played = await play(args, sample, sampling_params, agent, evaluation=evaluation)
     is_cut = bool(ended.get("is_truncated")) or ended.get("error") is not None
-    return await rewarded(args, played, ended, is_cut=is_cut)
+    return await rewarded(RewardConfig.of(args), played, ended, is_cut=is_cut)
 
 
 async def rewarded(
-    args: Namespace, played: Sample | list[Sample], ended: Mapping[str, Any], *, is_cut: bool
+    config: RewardConfig, played: Sample | list[Sample], ended: Mapping[str, Any], *, is_cut: bool
 ) -> Sample | list[Sample]:
     """Give the samples of a session the ``reward`` and the ``metrics`` of its end, unless a grader is named."""
     for one in played if isinstance(played, list) else ():
@@ -73,7 +73,7 @@ async def rewarded(
         one.status = Sample.Status.COMPLETED if is_whole else Sample.Status.TRUNCATED
         one.metadata |= {"round_number": one.metadata["num_turns"], "metrics": ended.get("metrics")}
         one.reward = None  # unless no grader is named
-        await set_reward(RewardConfig.of(args), one, float(ended["reward"]), None)
+        await set_reward(config, one, float(ended["reward"]), None)
     return played
 
 

@@ -22,7 +22,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from slime.ext.distill.flags import TeacherConfig, teachers_of
+from slime.ext.distill.flags import TeacherConfig
 from slime.rollout.rm_hub.remote import UnusableAnswer, ask_patiently
 from slime.train_data.convert import named_entry
 from slime.utils.errors import ConfigError, DataError, GraderError
@@ -53,8 +53,8 @@ async def reward_func(args: Namespace, sample: Sample | list[Sample], **kwargs: 
     config = TeacherConfig.of(args)
     url = config.rm_url
     if config.opd_teachers is not None:
-        urls = teachers_of(args)
-        url = urls[named_entry(sample, config.opd_teacher_key, urls, "--opd-teachers")]
+        name = named_entry(sample, config.opd_teacher_key, config.teachers, "--opd-teachers")
+        url = config.teachers[name]
     if not url:
         raise ConfigError("--rm-url is not given; it must be the /generate address of the teacher's SGLang server.")
     payload: dict[str, Any] = {

@@ -7,7 +7,6 @@ import logging
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from slime.flags.algorithm import FrozenPolicy
 from slime.flags.config import BackendFlags, FlagConfig
@@ -71,26 +70,26 @@ class TeacherConfig(FlagConfig):
     """The flags of distillation that the reward and post-processing functions read; plug-ins may call these alone."""
 
     rm_url: str | None = None
+    use_opd: bool = False
     opd_type: str | None = None
     opd_teacher_load: str | None = None
     opd_teachers: list[str] | None = None
     opd_teacher_key: str | None = None
     opd_top_k: int | None = None
 
+    @property
+    def teachers(self) -> dict[str, str | None]:
+        """Name -> ``/generate`` address or checkpoint of each teacher; one teacher is called ``ONLY_TEACHER``."""
+        if self.opd_teachers is None:
+            return {ONLY_TEACHER: self.rm_url if self.opd_type == "sglang" else self.opd_teacher_load}
+        return {name: where for name, _, where in (entry.partition("=") for entry in self.opd_teachers)}
 
-def teachers_of(args: Any) -> dict[str, str | None]:
-    """Return name -> ``/generate`` address or checkpoint of each teacher; one teacher is called ``ONLY_TEACHER``."""
-    config = TeacherConfig.of(args)
-    if config.opd_teachers is None:
-        return {ONLY_TEACHER: config.rm_url if config.opd_type == "sglang" else config.opd_teacher_load}
-    return {name: where for name, _, where in (entry.partition("=") for entry in config.opd_teachers)}
-
-
-def trainer_teachers(args: Any) -> dict[str, str]:
-    """Return name -> checkpoint of the teachers inside the trainer; empty without any."""
-    if not args.use_opd or args.opd_type != "megatron":
-        return {}
-    return {name: folder for name, folder in teachers_of(args).items() if folder is not None}
+    @property
+    def in_trainer(self) -> dict[str, str]:
+        """Name -> checkpoint of the teachers inside the trainer; empty without any."""
+        if not self.use_opd or self.opd_type != "megatron":
+            return {}
+        return {name: folder for name, folder in self.teachers.items() if folder is not None}
 
 
 def teacher_tag(name: str) -> str:
@@ -100,16 +99,17 @@ def teacher_tag(name: str) -> str:
 
 def derive_distillation(args: Namespace) -> None:
     """Say which policies and columns the trainer needs, and that the advantages read its old log-probs."""
+    config = TeacherConfig.of(args)
     args.advantage_terms += ("--use-opd: the teacher's pull is in the advantages",)
     flag = "opd_teacher_load" if args.opd_teachers is None else "opd_teachers"
     args.frozen_policies += tuple(
         FrozenPolicy(
             teacher_tag(name), flag, folder, "opd_teacher_ckpt_step", args.opd_teacher_ckpt_step, "teacher_log_probs"
         )
-        for name, folder in trainer_teachers(args).items()
+        for name, folder in config.in_trainer.items()
     )
     if args.opd_teachers is not None:
-        entry = args.opd_teacher_key, tuple(teachers_of(args)), "--opd-teachers"
+        entry = args.opd_teacher_key, tuple(config.teachers), "--opd-teachers"
         args.named_columns = {**args.named_columns, "teacher_names": entry}
 
 

@@ -23,7 +23,7 @@ from slime.backends.megatron_utils.log_probs import (
     response_rows,
     vocab_group,
 )
-from slime.ext.distill.flags import teacher_tag, trainer_teachers
+from slime.ext.distill.flags import TeacherConfig, teacher_tag
 from slime.ext.distill.top_k import reverse_kl_on_top, top_logits
 from slime.train_data.device_batch import DeviceBatch
 from slime.utils.errors import DataError
@@ -41,7 +41,8 @@ class Distillation(Guide):
     def read(self, passes: Passes, data: DeviceBatch) -> None:
         """Add ``teacher_log_probs``, and ``teacher_top`` with ``--opd-top-k``, where teachers are in the trainer."""
         read = get_log_probs_and_entropy if self.args.opd_top_k is None else get_log_probs_and_top
-        answers = {name: passes(teacher_tag(name), read, "teacher_") for name in trainer_teachers(self.args)}
+        teachers = TeacherConfig.of(self.args).in_trainer
+        answers = {name: passes(teacher_tag(name), read, "teacher_") for name in teachers}
         if len(answers) > 1:
             choose_teachers(data, answers)
         else:

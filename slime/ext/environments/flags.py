@@ -127,13 +127,13 @@ def derive_turns(args: Namespace) -> None:
         args.custom_generate_function_path = MULTI_TURN
 
 
-def _is_mixture(args: Namespace) -> bool:
-    return args.prompt_data is not None and args.prompt_data.endswith((".yaml", ".yml"))
+def _is_mixture(prompt_data: str | None) -> bool:
+    return prompt_data is not None and prompt_data.endswith((".yaml", ".yml"))
 
 
 def derive_mixture(args: Namespace) -> None:
     """Have a mixture read by its own data source."""
-    if not _is_mixture(args):
+    if not _is_mixture(args.prompt_data):
         return
     if args.runs_here or Path(args.prompt_data).is_file():
         args.prompt_sources = read_mix(args.prompt_data).sources
@@ -143,7 +143,7 @@ def derive_mixture(args: Namespace) -> None:
 
 def check_mixture(args: Namespace) -> Iterator[str]:
     """Yield a message for a data source that cannot read a mixture."""
-    if not _is_mixture(args) or not args.rollout_global_dataset or args.data_source_path == MIXED_SOURCE:
+    if not _is_mixture(args.prompt_data) or not args.rollout_global_dataset or args.data_source_path == MIXED_SOURCE:
         return
     source = load_function(args.data_source_path)
     if not isinstance(source, type) or not issubclass(source, load_function(MIXED_SOURCE)):

@@ -346,9 +346,12 @@ def check_tools_and_environment(args: Namespace) -> None:
     Raises:
         ConfigError: names the flag and what is wrong.
     """
-    path = TurnsConfig.of(args).rollout_environment
-    if offered := toolbox(TurnsConfig.of(args)).schemas:
-        _check_template(args, offered)
+    config = TurnsConfig.of(args)
+    path = config.rollout_environment
+    offered = toolbox(config).schemas
+    if offered and "tools" not in (template_kwargs := args.apply_chat_template_kwargs or {}):
+        trusts_code = Trust.of(args).trust_remote_code
+        _check_template(args.hf_checkpoint, offered, template_kwargs, trusts_code=trusts_code)
     if path is None:
         if not offered:
             raise ConfigError(f"{MULTI_TURN} plays with tools or an environment; give --rollout-tools too.")
@@ -367,12 +370,11 @@ def check_tools_and_environment(args: Namespace) -> None:
         )
 
 
-def _check_template(args: Namespace, offered: list[dict[str, Any]]) -> None:
-    """Refuse a chat template that leaves tools out, unless its arguments say what it gets for them."""
-    kwargs = args.apply_chat_template_kwargs or {}
-    if "tools" in kwargs:
-        return
-    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=Trust.of(args).trust_remote_code)
+def _check_template(
+    hf_checkpoint: str, offered: list[dict[str, Any]], kwargs: Mapping[str, Any], *, trusts_code: bool
+) -> None:
+    """Refuse a chat template that leaves tools out."""
+    tokenizer = load_tokenizer(hf_checkpoint, trust_remote_code=trusts_code)
     rows = [("A question with tools", offered), ("A question without", None)]
     try:
         shown, plain = map_with_deadline(
@@ -383,7 +385,7 @@ def _check_template(args: Namespace, offered: list[dict[str, Any]]) -> None:
         return
     if shown == plain:
         raise ConfigError(
-            f"--rollout-tools: the chat template of {args.hf_checkpoint} leaves them out, so the policy never sees "
+            f"--rollout-tools: the chat template of {hf_checkpoint} leaves them out, so the policy never sees "
             "them. Choose a model whose template shows `tools`, or change its chat_template.jinja; for a model that "
             """was taught its tools, say --apply-chat-template-kwargs '{"tools": null}'."""
         )

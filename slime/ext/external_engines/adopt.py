@@ -40,7 +40,7 @@ def adopt_external_engines(args: Namespace, gpus: GpuSlice) -> list[RolloutServe
     for rank, (info, config) in enumerate(zip(args.rollout_external_engine_infos, model.server_groups, strict=True)):
         check_capabilities(args, info)
         dtype = _told_dtype(info, model.model_path)
-        warn_of_other_dtype(args, info.url, dtype)
+        warn_of_other_dtype(info.url, served=dtype, trained=trainer_dtype(args))
         group = ExternalGroup(
             args=args,
             gpus=gpus,
@@ -72,9 +72,9 @@ def _told_dtype(info: ExternalEngineInfo, model_path: str) -> str:
     return served_dtype(str(told.get("dtype") or "auto"), folder, of_fp32=dtype_of_fp32)
 
 
-def warn_of_other_dtype(args: Namespace, url: str, served: str) -> None:
+def warn_of_other_dtype(url: str, *, served: str, trained: str | None) -> None:
     """Warn of an engine that computes in another dtype than the trainer; "" for ``served`` is unknown."""
-    trained, served = trainer_dtype(args), _SHORT_NAMES.get(served, served)
+    served = _SHORT_NAMES.get(served, served)
     if not served or trained is None or served == trained:
         return
     flag = _TRAINER_FLAGS.get(served)

@@ -99,9 +99,9 @@ class LoraConfig:
         )
 
 
-def lora_alpha(args: Namespace) -> float:
-    """Return the factor of the adapters before it is divided by their rank."""
-    return 2 * args.lora_rank if args.lora_alpha is None else args.lora_alpha
+def lora_alpha(rank: int, alpha: float | None) -> float:
+    """Return the factor of the adapters before it is divided by their rank, if ``alpha`` is that of the flag."""
+    return 2 * rank if alpha is None else alpha
 
 
 def lora_config(args: Namespace) -> LoraConfig | None:
@@ -110,7 +110,7 @@ def lora_config(args: Namespace) -> LoraConfig | None:
         return None
     return LoraConfig(
         rank=args.lora_rank,
-        alpha=lora_alpha(args),
+        alpha=lora_alpha(args.lora_rank, args.lora_alpha),
         dropout=args.lora_dropout,
         targets=tuple(args.lora_target_modules),
         shares_experts=args.lora_experts == "shared",
@@ -152,7 +152,8 @@ def complete_lora(args: Namespace) -> None:
 def check_lora(args: Namespace) -> Iterator[str]:
     """Yield one message for each value of an adapter's flag that cannot work, or does not go with the others."""
     if args.lora_push == "adapter":
-        yield from _adapter_push_problems(args)
+        dp_size = BackendFlags.of(args).sglang_dp_size or 1
+        yield from _adapter_push_problems(args.hf_checkpoint, lora_base(args), dp_size)
     if ALL_LINEAR in args.lora_target_modules and len(args.lora_target_modules) > 1:
         yield f"--lora-target-modules is {' '.join(args.lora_target_modules)}; all-linear excludes names."
     given: list[str] = args.lora_engine_adapters
@@ -173,12 +174,12 @@ def check_lora(args: Namespace) -> Iterator[str]:
     yield from _starting_point_problems(args.load, args.ref_load, finetunes=args.finetune)
 
 
-def _adapter_push_problems(args: Namespace) -> Iterator[str]:
-    if (size := BackendFlags.of(args).sglang_dp_size or 1) > 1:
-        yield f"--sglang-dp-size {size} does not go with --lora-push adapter; drop it or use --lora-push merged."
-    if (base := lora_base(args)) != args.hf_checkpoint:
+def _adapter_push_problems(hf_checkpoint: str, base: str, dp_size: int) -> Iterator[str]:
+    if dp_size > 1:
+        yield f"--sglang-dp-size {dp_size} does not go with --lora-push adapter; drop it or use --lora-push merged."
+    if base != hf_checkpoint:
         yield (
-            f"--lora-push adapter leaves the engines at --hf-checkpoint {args.hf_checkpoint}, and the trainer's base "
+            f"--lora-push adapter leaves the engines at --hf-checkpoint {hf_checkpoint}, and the trainer's base "
             f"is {base}; give one Hugging Face folder (tools/convert_to_hf.py) as both, or use --lora-push merged."
         )
 

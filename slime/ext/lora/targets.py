@@ -10,13 +10,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.backends.megatron_utils.flags.model_dims import model_dims
 from slime.backends.megatron_utils.models import family_of_folder
+from slime.backends.megatron_utils.models.family import ModelFamily
 from slime.backends.megatron_utils.models.rule import WeightMap
 from slime.ext.lora.engine_adapters import as_engines_call
 from slime.ext.lora.flags import ALL_LINEAR, LoraConfig, engine_adapters, lora_base, lora_config
 from slime.ext.lora.peft_folder import TENSOR_FILE, read_peft_config
 from slime.flags.config import BackendFlags
 from slime.flags.group import flag_of
+from slime.train_data.model_dims import ModelDims
 from slime.utils.errors import ConfigError, DataError
 from slime.weights.stored_tensors import read_header
 
@@ -129,9 +132,11 @@ def engine_settings(args: Namespace) -> dict[str, Any]:
                 "and a list of names."
             )
         asked.append((flag, "leave it out", LoraConfig(rank=rank, alpha=1.0, dropout=0.0, targets=tuple(targets))))
+    family, dims = family_of_folder(args.hf_checkpoint, args.model_name), model_dims(args)
+    backend = BackendFlags.of(args).sglang_moe_a2a_backend
     modules: set[str] = set()
     for flag, remedy, one in asked:
-        modules |= _modules(args, one, flag=flag, remedy=remedy)
+        modules |= _modules(family, dims, one, backend, flag=flag, remedy=remedy)
     settings = {
         "enable_lora": True,
         "max_lora_rank": max(one.rank for _, _, one in asked),
@@ -145,14 +150,16 @@ def engine_settings(args: Namespace) -> dict[str, Any]:
     return settings
 
 
-def _modules(args: Namespace, config: LoraConfig, *, flag: str, remedy: str) -> set[str]:
-    family = family_of_folder(args.hf_checkpoint, args.model_name)
+def _modules(
+    family: ModelFamily, dims: ModelDims, config: LoraConfig, moe_backend: str | None, *, flag: str, remedy: str
+) -> set[str]:
+    """Return the names of the engines' modules on which adapters of ``config`` are."""
     weight_map = family.weight_map
     by_parent: dict[str, set[str]] = {}
     refused: set[str] = set()
     met: set[str] = set()
     for rule in weight_map.layer:
-        if not has_adapter(weight_map, rule.megatron) or not _is_there(rule.megatron, args):
+        if not has_adapter(weight_map, rule.megatron) or not _is_there(rule.megatron, dims):
             continue
         for hf_name, is_chosen in zip(rule.hf, chosen_parts(config, rule.megatron, rule.hf), strict=True):
             if not is_chosen:
@@ -167,7 +174,7 @@ def _modules(args: Namespace, config: LoraConfig, *, flag: str, remedy: str) -> 
             is_unserved = module not in _SERVED or module in family.engine_without_adapters
             # Without a latent of queries SGLang takes these for parts of matrices that such a model has not.
             is_misread = rule.megatron.endswith(("linear_q_proj.weight", "linear_kv_down_proj.weight"))
-            if is_stacked or is_unserved or (is_misread and args.q_lora_rank is None):
+            if is_stacked or is_unserved or (is_misread and dims.q_lora is None):
                 refused.add(module)
     if flag.startswith("--lora-engine-adapters"):  # the run's own are known to be there
         refused |= {target for target in config.targets if target not in met}
@@ -175,21 +182,20 @@ def _modules(args: Namespace, config: LoraConfig, *, flag: str, remedy: str) -> 
         raise ConfigError(
             f"{flag}: SGLang serves no adapters on {', '.join(sorted(refused))} of {weight_map.family}; {remedy}."
         )
-    backend = BackendFlags.of(args).sglang_moe_a2a_backend
-    for problem in [*_half_joined(by_parent), *_engine_problems(backend, by_parent)]:
+    for problem in [*_half_joined(by_parent), *_engine_problems(moe_backend, by_parent)]:
         raise ConfigError(f"{flag}: {problem}, or {remedy}.")
     return set().union(*by_parent.values())
 
 
-def _is_there(name: str, args: Namespace) -> bool:
+def _is_there(name: str, dims: ModelDims) -> bool:
     """Return whether this model has a layer of the family's table: experts, and one of two forms of queries."""
     if "shared_experts" in name:
-        return args.moe_shared_expert_intermediate_size is not None
+        return dims.shared_ffn > 0
     if "experts" in name:
-        return args.num_experts is not None
+        return dims.num_experts > 0
     if "linear_q_proj" in name:
-        return args.q_lora_rank is None
-    return args.q_lora_rank is not None or ("linear_q_down" not in name and "linear_q_up" not in name)
+        return dims.q_lora is None
+    return dims.q_lora is not None or ("linear_q_down" not in name and "linear_q_up" not in name)
 
 
 def _half_joined(by_parent: dict[str, set[str]]) -> Iterator[str]:

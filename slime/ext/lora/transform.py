@@ -114,7 +114,7 @@ class Lora(AddedParameters):
         Raises:
             DataError: their alpha is another.
         """
-        ours, theirs = lora_alpha(self.args), lora_alpha(saved)
+        ours, theirs = (lora_alpha(each.lora_rank, each.lora_alpha) for each in (self.args, saved))
         if ours != theirs:
             raise DataError(
                 f"{source}: its adapters were trained with --lora-alpha {theirs:g}, and this run has {ours:g}, which "

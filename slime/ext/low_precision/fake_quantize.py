@@ -41,7 +41,8 @@ class FakeInt4(ModelTransform):
 
     def _chosen(self, chunk: torch.nn.Module) -> set[int]:
         """Return the ``id`` of every parameter to round."""
-        selection, dims = Int4Selection(self.args), model_dims(self.args)
+        args, dims = self.args, model_dims(self.args)
+        selection = Int4Selection(args.hf_checkpoint, args.int4_qat_group_size, rounds_dense=args.int4_qat_dense)
         weight_map = family_of_folder(self.args.hf_checkpoint, self.args.model_name).weight_map
         chosen: set[int] = set()
         for shard in iter_shards([chunk]):

@@ -44,7 +44,8 @@ def complete_int4(args: Namespace) -> None:
     if args.int4_qat or env.int4_fake_qat():
         from slime.ext.low_precision.selection import check_layout, group_size
 
-        args.int4_qat, args.int4_qat_group_size = True, group_size(args)
+        size = group_size(args.int4_qat_group_size, args.hf_checkpoint, is_served=not args.debug_train_only)
+        args.int4_qat, args.int4_qat_group_size = True, size
         check_layout(args)
         return
     for flag, value in (

@@ -28,20 +28,23 @@ EXPERTS, MLP, ATTENTION = ".experts.", ".mlp.down_proj.", ".self_attn.o_proj."
 """Parts of HF names: of routed experts, and of the dense matrices that tensor parallelism cuts along their input."""
 
 
-def group_size(args: Namespace) -> int:
-    """Return the columns that share a scale, by the flags, the environment and the checkpoint.
+def group_size(asked: int | None, hf_checkpoint: str, *, is_served: bool) -> int:
+    """Return the columns that share a scale, by the flag (``asked``), the environment and the checkpoint.
+
+    Args:
+        is_served: engines serve ``hf_checkpoint``.
 
     Raises:
         ConfigError: they disagree, or the checkpoint is quantized in another way.
     """
-    asked = args.int4_qat_group_size or env.int4_group_size()
-    packed = packed_format(args.hf_checkpoint)
+    asked = asked or env.int4_group_size()
+    packed = packed_format(hf_checkpoint)
     if packed is None:
-        if not args.debug_train_only:
+        if is_served:
             logger.warning(
                 "--int4-qat rounds weights to int4, and --hf-checkpoint %s, which engines serve, is not in int4: the "
                 "trainer computes another policy than they do. Give the folder of tools/convert_hf_to_int4_direct.py.",
-                args.hf_checkpoint,
+                hf_checkpoint,
             )
         size = asked or DEFAULT_GROUP_SIZE
         if size % 8:
@@ -53,7 +56,7 @@ def group_size(args: Namespace) -> int:
     if asked is not None and asked != packed.group_size:
         raise ConfigError(
             f"--int4-qat-group-size (or OPEN_TRAINING_INT4_GROUP_SIZE) is {asked}; the groups of --hf-checkpoint "
-            f"{args.hf_checkpoint} have {packed.group_size} columns; leave it out."
+            f"{hf_checkpoint} have {packed.group_size} columns; leave it out."
         )
     assert packed.group_size is not None
     return packed.group_size
@@ -89,7 +92,8 @@ def check_layout(args: Namespace) -> None:
         raise ConfigError(
             f"--int4-qat and --fp8-format {args.fp8} are given; engines hold weights in one of the two; drop one."
         )
-    columns, selection = args.int4_qat_group_size, Int4Selection(args)
+    columns = args.int4_qat_group_size
+    selection = Int4Selection(args.hf_checkpoint, columns, rounds_dense=args.int4_qat_dense)
     tensor_flag, tensor_ranks = "--tensor-model-parallel-size", args.tensor_model_parallel_size
     head_flag, head_size = "--kv-channels", args.kv_channels
     if args.multi_latent_attention:
@@ -115,16 +119,18 @@ class Int4Selection:
     """The HF tensors that are rounded.
 
     Args:
-        args: complete flags, with ``int4_qat``.
+        hf_checkpoint: the folder that engines serve; it decides if its weights are in int4.
+        group_size: columns that share a scale.
+        rounds_dense: round dense matrices too (``--int4-qat-dense``), unless the checkpoint decides.
     """
 
-    def __init__(self, args: Namespace) -> None:
-        self._rounds_dense = args.int4_qat_dense
-        plain = plain_weights(read_model_config(args.hf_checkpoint)) if args.hf_checkpoint else None
-        self._rule = to_int4(args.int4_qat_group_size, plain=plain).is_quantized
+    def __init__(self, hf_checkpoint: str, group_size: int, *, rounds_dense: bool) -> None:
+        self._rounds_dense = rounds_dense
+        plain = plain_weights(read_model_config(hf_checkpoint)) if hf_checkpoint else None
+        self._rule = to_int4(group_size, plain=plain).is_quantized
         self._names: frozenset[str] | None = None
-        if (packed := packed_format(args.hf_checkpoint)) is not None:
-            self._names = quantized_names(stored_codes(args.hf_checkpoint), packed)
+        if (packed := packed_format(hf_checkpoint)) is not None:
+            self._names = quantized_names(stored_codes(hf_checkpoint), packed)
 
     def has(self, part: str) -> bool:
         """True when a tensor with this part in its name may be rounded: one of the names above this class."""

@@ -5,7 +5,6 @@ Rules are those that an engine would meet only when it starts; they are reported
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -76,9 +75,8 @@ class AdapterSlots:
     """Adapters at a time, the model without one among them."""
 
     @classmethod
-    def from_args(cls, args: Namespace) -> AdapterSlots | None:
-        """Return what the engines of a run are started with; None where no adapter is pushed alone."""
-        settings = args.engine_settings
+    def from_settings(cls, settings: Mapping[str, Any]) -> AdapterSlots | None:
+        """Return what engines with these fields of ServerArgs hold; None where no adapter is pushed alone."""
         if "enable_lora" not in settings:
             return None
         modules = tuple(settings["lora_target_modules"])

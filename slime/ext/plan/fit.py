@@ -145,17 +145,18 @@ def choices(args: Namespace, hf_config: Mapping[str, Any], options: PlanOptions,
         given: flags that are not to be chosen.
     """
     dims = model_dims(args, hf_config)
+    run = RunFlags.of(args)
     limit = FULLEST * options.card.memory
     seen = with_image_tokens(dims, options, image_patches(dims, options))
     trainers = []
     for cut in _cuts(args, dims, given):
-        for layout in _variants(args, cut, seen, given):
+        for layout in _variants(run, cut, seen, given):
             candidate, plan = _planned(args, layout, hf_config, options)
             if plan is None:
                 break
             fits = max(plan.phases.train or 0, plan.phases.log_probs or 0) <= limit
             if fits and plan.host.total <= options.card.host_memory:
-                trainers.append((train_seconds(candidate, plan, dims), layout))
+                trainers.append((train_seconds(RunFlags.of(candidate), plan, dims), layout))
                 break  # what comes after is slower
     found = []
     for train_s, layout in sorted(trainers, key=lambda one: one[0])[:8]:
@@ -164,7 +165,7 @@ def choices(args: Namespace, hf_config: Mapping[str, Any], options: PlanOptions,
             _, plan = _planned(args, layout | engines, hf_config, options)
             if plan is None or plan.too_large or max(plan.phases.rollout or 0, plan.phases.push or 0) > limit:
                 continue
-            rollout_s = rollout_seconds(args, plan, dims, options)
+            rollout_s = rollout_seconds(run, plan, dims, options)
             choice = Choice(words_of(layout | engines, given), plan, train_s, rollout_s)
             best = choice if best is None or choice.seconds < best.seconds else best
         if best is not None:
@@ -195,15 +196,15 @@ def _cuts(args: Namespace, dims: ModelDims, given: set[str]) -> Iterator[dict[st
 
 
 def _variants(
-    args: Namespace, cut: Mapping[str, Any], options: PlanOptions, given: set[str]
+    run: RunFlags, cut: Mapping[str, Any], options: PlanOptions, given: set[str]
 ) -> Iterator[dict[str, Any]]:
     """Yield a cut with larger and smaller micro-batches, without and with recompute and offload, the fastest first."""
-    longest = max(longest_sample(RunFlags.of(args), options.prompts), *(options.lengths or (1,)))
+    longest = max(longest_sample(run, options.prompts), *(options.lengths or (1,)))
     least = -(-longest // cut["context_parallel_size"] // 1024) * 1024
-    is_packed = args.use_dynamic_batch_size and "--max-tokens-per-gpu" not in given
+    is_packed = run.use_dynamic_batch_size and "--max-tokens-per-gpu" not in given
     for offload, granularity, times in product(
-        (args.optimizer_cpu_offload,) if "--optimizer-cpu-offload" in given else (False, True),
-        (args.recompute_granularity,) if "--recompute-granularity" in given else (None, "full"),
+        (run.optimizer_cpu_offload,) if "--optimizer-cpu-offload" in given else (False, True),
+        (run.recompute_granularity,) if "--recompute-granularity" in given else (None, "full"),
         (4, 2, 1) if is_packed else (0,),
     ):
         layout: dict[str, Any] = {**cut, "recompute_granularity": granularity, "optimizer_cpu_offload": offload}
@@ -243,7 +244,7 @@ def _planned(
     return candidate, None if plan.problems else plan
 
 
-def train_seconds(args: Namespace, plan: Plan, dims: ModelDims) -> float:
+def train_seconds(run: RunFlags, plan: Plan, dims: ModelDims) -> float:
     """Return the seconds of the trainer's passes over a rollout: FLOPs, collectives, launches, gradients, Adam.
 
     A tower's FLOPs, which each tensor-parallel rank does and other stages wait for, are slower than the others.
@@ -253,7 +254,7 @@ def train_seconds(args: Namespace, plan: Plan, dims: ModelDims) -> float:
     work, sizes = plan.work, plan.sizes
     layers = dims.num_layers / sizes.pipeline
     tokens = work.num_tokens / (sizes.data * sizes.context)
-    passes = 2 + (args.recompute_granularity == "full") + work.forward_passes
+    passes = 2 + (run.recompute_granularity == "full") + work.forward_passes
     hidden = 2 * dims.hidden_size
     per_layer = 4 * hidden * (1 - 1 / sizes.tensor)
     if dims.attention == "grouped":
@@ -266,18 +267,18 @@ def train_seconds(args: Namespace, plan: Plan, dims: ModelDims) -> float:
     steps, trained = len(work.num_microbatches), max(stage.parameters.trained for stage in plan.stages)
     sharers = sizes.data * sizes.context
     wire += steps * 6 * trained * (1 - 1 / sharers) / ALL_REDUCE_BYTES_PER_S
-    offload = args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0
+    offload = run.optimizer_offload_fraction if run.optimizer_cpu_offload else 0.0
     adam = steps * offload * trained / sharers / ADAM_ELEMENTS_PER_S
     touched = trained * (SUM_BYTES * sum(work.num_microbatches) + ADAM_BYTES * steps * (1 - offload) / sharers)
     launches = LAUNCHES_S * layers * sum(work.num_microbatches) * passes / 2
     tower = work.tower_flops * sizes.tower_copies
     share = tower / (work.hardware_flops - work.tower_flops + tower)
-    spared = 1.0 if vars(args).get("lora_rank") is None else ADAPTER_SHARE
+    spared = 1.0 if run.lora_rank is None else ADAPTER_SHARE
     flops = plan.train_seconds * (spared * (1 - share) + share * FIT_MFU / TOWER_MFU)
     return flops + wire + adam + touched / (READ_SHARE * plan.card.bandwidth) + launches
 
 
-def rollout_seconds(args: Namespace, plan: Plan, dims: ModelDims, options: PlanOptions) -> float:
+def rollout_seconds(run: RunFlags, plan: Plan, dims: ModelDims, options: PlanOptions) -> float:
     """Return the seconds of generating a rollout: FLOPs of each prompt, its images included, once; then steps that
     read the weights and the cache of what is running.
     """
@@ -289,12 +290,12 @@ def rollout_seconds(args: Namespace, plan: Plan, dims: ModelDims, options: PlanO
     prompt = min(sum(prompts) / max(len(prompts), 1), mean - 1)
     waiting = work.num_samples / group.num_engines
     running = max(min(waiting, group.memory.kv_tokens / mean), 1)
-    steps = max(min(work.longest, args.rollout_max_response_len or work.longest), waiting * (mean - prompt) / running)
+    steps = max(min(work.longest, run.rollout_max_response_len or work.longest), waiting * (mean - prompt) / running)
     read = group.memory.weights + running * (mean + prompt) / 2 * kv_bytes_per_token(dims, group.shape)
     sums = 2 * dims.num_layers * ALL_REDUCE_S * (group.num_gpus_per_engine > 1)
     rate = FIT_MFU * plan.card.bf16_flops * group.num_gpus_per_engine * group.num_engines
     tower = dims.tower_flops(images) * FIT_MFU / TOWER_MFU
-    prefill = work.num_samples / args.n_samples_per_prompt * (dims.forward_flops(int(prompt)) + tower) / rate
+    prefill = work.num_samples / run.n_samples_per_prompt * (dims.forward_flops(int(prompt)) + tower) / rate
     return prefill + steps * (read / (READ_SHARE * plan.card.bandwidth) + sums + DECODE_S)
 
 

@@ -246,7 +246,7 @@ def plan_engines(
             engine = EngineShape.from_flags(
                 group.of_flags, group.overrides, num_gpus=group.num_gpus_per_engine, weight_bytes=weight_bytes,
                 expert_bytes=expert_bytes, mtp_layers=max(dims.num_mtp_layers, 1),
-                adapter_slots=AdapterSlots.from_args(args),
+                adapter_slots=AdapterSlots.from_settings(args.engine_settings),
             )  # fmt: skip
             where = f"Engines {group.worker_type!r} of model {model.name!r}"
             merged = {**group.of_flags, **group.overrides, "disaggregation": group.worker_type}

@@ -37,6 +37,10 @@ class RunFlags(FlagConfig):
     rollout_max_response_len: int | None
     """None where a row of the data holds its response."""
     seq_length: int
+    recompute_granularity: str | None
+    optimizer_cpu_offload: bool
+    optimizer_offload_fraction: float
+    lora_rank: int | None = None
 
     @property
     def num_samples(self) -> int:

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 import pytest
 
+from slime.backends.sglang_utils.sglang_config import trainer_dtype
 from slime.ext.external_engines.adopt import warn_of_other_dtype
 
 
@@ -24,6 +25,6 @@ def test_an_engine_of_another_dtype_is_named_with_the_flag_to_change(
     trainer: str, served: str, advice: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     args = Namespace(**{"fp16": False, "bf16": False, "fp32": False} | {trainer: True})
-    warn_of_other_dtype(args, "http://10.0.0.1:30000", served)
+    warn_of_other_dtype("http://10.0.0.1:30000", served=served, trained=trainer_dtype(args))
     assert ("http://10.0.0.1:30000 computes in" in caplog.text) == bool(advice)
     assert advice in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,15 @@ def test_experts_have_the_size_of_dense_layers_where_no_flag_says_another() -> N
         parse(*words, "--int4-qat", "--int4-qat-group-size", "96")
 
 
+def selection_of(args: Namespace) -> Int4Selection:
+    return Int4Selection(args.hf_checkpoint, args.int4_qat_group_size, rounds_dense=args.int4_qat_dense)
+
+
 def test_a_packed_checkpoint_decides_what_is_rounded_and_in_which_groups(tmp_path: Path) -> None:
     folder = packed_folder(tmp_path, (EXPERT, MLP, HEAD))
     args = parse(*MOE, "--int4-qat", "--hf-checkpoint", str(folder))
     assert args.int4_qat_group_size == 32
-    selection = Int4Selection(args)
+    selection = selection_of(args)
     assert [selection.is_quantized(name) for name in (EXPERT, MLP, HEAD)] == [True, True, False]
     with pytest.raises(ConfigError, match="is 96; the groups of --hf-checkpoint .* have 32 columns"):
         parse(*MOE, "--int4-qat", "--int4-qat-group-size", "96", "--hf-checkpoint", str(folder))
@@ -72,8 +77,8 @@ def test_without_one_experts_are_rounded_and_by_a_flag_all_that_the_converter_pa
 ) -> None:
     flags = (*MOE, "--int4-qat", "--int4-qat-group-size", "32")
     names = (EXPERT, MLP, HEAD, "model.layers.0.self_attn.kv_b_proj.weight")
-    assert [Int4Selection(parse(*flags)).is_quantized(name) for name in names] == [True, False, False, False]
-    selection = Int4Selection(parse(*flags, "--int4-qat-dense"))
+    assert [selection_of(parse(*flags)).is_quantized(name) for name in names] == [True, False, False, False]
+    selection = selection_of(parse(*flags, "--int4-qat-dense"))
     assert [selection.is_quantized(name) for name in names] == [True, True, False, False]
 
 
@@ -134,5 +139,5 @@ def test_engines_that_serve_other_weights_are_warned_of(tmp_path: Path, caplog: 
     args = parse(*MOE)
     args.int4_qat_group_size, args.debug_train_only = 32, False
     with caplog.at_level(logging.WARNING):
-        group_size(args)
+        group_size(args.int4_qat_group_size, args.hf_checkpoint, is_served=True)
     assert "another policy" in caplog.text

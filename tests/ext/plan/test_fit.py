@@ -18,6 +18,7 @@ from slime.ext.plan.command import complete_run
 from slime.ext.plan.fit import FIT_MFU, fitted, rollout_seconds, train_seconds
 from slime.ext.plan.make_plan import make_plan
 from slime.ext.plan.plan import PlanOptions, find_card
+from slime.ext.plan.run_flags import RunFlags
 from slime.utils.errors import ConfigError
 from tests.contracts.source_tree import REPO
 
@@ -38,7 +39,8 @@ def seconds(folder: Path, model: str, flags: str, options: PlanOptions = H200, *
     run = complete_run([*checkpoint(folder, model, **more), *RUN.split(), *flags.split()], folder, flag_groups())
     assert run.args is not None and run.problems == []
     plan, dims = make_plan(run.args, run.hf_config, options), model_dims(run.args, run.hf_config)
-    return train_seconds(run.args, plan, dims), rollout_seconds(run.args, plan, dims, options)
+    flags = RunFlags.of(run.args)
+    return train_seconds(flags, plan, dims), rollout_seconds(flags, plan, dims, options)
 
 
 def measured(file: str, row: str) -> list[Any]:
