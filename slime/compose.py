@@ -94,7 +94,7 @@ def parts(args: Namespace) -> Parts:
         from slime.ext.ledger.flags import ledger_folder
 
         observers = (Part("slime.ext.ledger.ledger:Ledger"),)
-        outputs["--rollout-ledger-dir"] = ledger_folder(args)
+        outputs["--rollout-ledger-dir"] = ledger_folder(args.rollout_ledger_dir, args.save)
     critic = vars(args).get("critic_args")
     beside = args.eval_in_background and not args.debug_train_only
     return Parts(

@@ -210,7 +210,7 @@ def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
     worker.set_rendezvous(1, 0, "127.0.0.1", find_available_port(21000))
     chosen = parts(args)
     made = {"transforms": load_all(chosen.transforms), "guides": load_all(chosen.guides)}
-    worker.init(args, "actor", uses_reference(args), **made)
+    worker.init(args, "actor", uses_reference(args.use_kl_loss, args.kl_coef), **made)
     take_steps = worker.training.take_steps
 
     def take_steps_of_one(rollout_id: int, data: Any, iterators: Any, loss_type: str) -> dict[str, float]:

@@ -267,9 +267,9 @@ def check_algorithm(args: Namespace) -> Iterator[str]:
         )
 
 
-def uses_reference(args: Namespace) -> bool:
+def uses_reference(use_kl_loss: bool, kl_coef: float) -> bool:
     """Return True if the loss or the rewards measure the distance to a reference model."""
-    return bool(args.use_kl_loss or args.kl_coef != 0)
+    return use_kl_loss or kl_coef != 0
 
 
 def advise_algorithm(args: Namespace) -> None:

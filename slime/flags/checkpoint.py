@@ -340,14 +340,18 @@ def _version_path(folder: str) -> Path:
     return Path(folder) / "rollout" / "weight_version.json"
 
 
-def version_before(args: Namespace, start_rollout_id: int) -> int:
+def version_before(start_rollout_id: int, folders: Iterable[str | None], *, at_least: int) -> int:
     """Return the version from which a trainer that continues with ``start_rollout_id`` counts its pushes.
+
+    Args:
+        folders: ``--load`` and ``--save``, which may hold the last version of an earlier process.
+        at_least: version of the last push of this job (``update_weight_start_version``).
 
     Raises:
         DataError: the file of ``--load`` or ``--save`` is damaged.
     """
-    version = max(start_rollout_id, args.update_weight_start_version)
-    for path in {_version_path(folder) for folder in (args.load, args.save) if folder is not None}:
+    version = max(start_rollout_id, at_least)
+    for path in {_version_path(folder) for folder in folders if folder is not None}:
         if not path.is_file():
             continue
         told = read_object(path, remedy=VERSION_REMEDY)
@@ -369,9 +373,9 @@ class VersionCount:
     rollout_id = -1
     """The last rollout that the weights were trained on."""
 
-    def start(self, args: Namespace, start_rollout_id: int) -> None:
-        """Continue counting like a trainer that continues with ``start_rollout_id``."""
-        self.number, self.rollout_id = version_before(args, start_rollout_id), start_rollout_id - 1
+    def start(self, number: int, start_rollout_id: int) -> None:
+        """Continue counting from ``number`` like a trainer that continues with ``start_rollout_id``."""
+        self.number, self.rollout_id = number, start_rollout_id - 1
 
     def count(self, folder: str | None) -> None:
         """Count a push before any engine gets its version.  ``folder`` is ``--save``."""

@@ -114,13 +114,6 @@ def _add_ci(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_modes(args: Namespace) -> Iterator[str]:
-    """Yield a message if neither engines nor trainer would run."""
-    if args.debug_rollout_only and args.debug_train_only:
-        asked = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
-        yield f"--debug-rollout-only and {asked} leave nothing to run; choose one of them."
-
-
 def template_problem(flag: str, template: str, fields: set[str]) -> str | None:
     """Return the problem with the braces in a flag's file name; None if there is none."""
     allowed = " and ".join("{" + field + "}" for field in sorted(fields))
@@ -136,8 +129,11 @@ def template_problem(flag: str, template: str, fields: set[str]) -> str | None:
     return None
 
 
-def check_dump_templates(args: Namespace) -> Iterator[str]:
-    """Yield one message per file name whose braces cannot be filled, or that is used twice."""
+def check_debug(args: Namespace) -> Iterator[str]:
+    """Yield a message if nothing would run, and one per dump file whose braces cannot be filled, or used twice."""
+    if args.debug_rollout_only and args.debug_train_only:
+        asked = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
+        yield f"--debug-rollout-only and {asked} leave nothing to run; choose one of them."
     is_written_once = args.num_rollout == 1 and args.eval_interval is None
     for name, fields in _TEMPLATE_FIELDS.items():
         template = getattr(args, name)
@@ -165,7 +161,7 @@ def derive_dumps(args: Namespace) -> None:
 GROUP = FlagGroup(
     add_debug_arguments,
     derive=(derive_dumps,),
-    check=(check_modes, check_dump_templates),
+    check=(check_debug,),
     needs=(
         ("load_debug_rollout_data_subsample", "load_debug_rollout_data", "that says what is subsampled"),
         ("ci_save_grad_norm", "ci_test", "it belongs to the checks of that"),

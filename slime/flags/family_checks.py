@@ -22,15 +22,18 @@ def check_engines_of_family(args: Namespace) -> None:
     if args.rollout_external:
         return
     config = read_config(args.hf_checkpoint)
-    problems = [*draft_problems(args, config), *replay_problems(args, config), *yarn_problems(args, config)]
+    problems = [*yarn_problems(args.sglang_context_length, config)]
+    drafter = args.sglang_speculative_draft_model_path
+    problems += draft_problems(args.sglang_speculative_algorithm, drafter, config)
+    if args.use_rollout_routing_replay:
+        problems += replay_problems(config)
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def draft_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield a message for EAGLE without an MTP layer or a draft model."""
-    algorithm = args.sglang_speculative_algorithm
-    if str(algorithm).upper() not in ("EAGLE", "NEXTN") or args.sglang_speculative_draft_model_path is not None:
+def draft_problems(algorithm: str | None, drafter: str | None, config: dict[str, Any]) -> Iterator[str]:
+    """Yield a message for EAGLE without an MTP layer or a draft model (``drafter``)."""
+    if str(algorithm).upper() not in ("EAGLE", "NEXTN") or drafter is not None:
         return
     own = any(config.get(key) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
     family = family_of(config)
@@ -41,18 +44,18 @@ def draft_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def yarn_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
+def yarn_problems(given: int | None, config: dict[str, Any]) -> Iterator[str]:
     """Yield a message for engines that serve positions beyond those that YaRN stretches.
 
-    There SGLang extends its table of rotary angles up to the context length with unstretched angles, so the engine's
-    outputs differ from the trainer's.
+    There SGLang extends its table of rotary angles up to the context length (``given``, or the model's) with
+    unstretched angles, so the engine's outputs differ from the trainer's.
     """
     text = language_config(config)
     rope = hf_rope_settings(text)
     original, factor = rope["original_max_position_embeddings"], rope.get("factor")
     if rope["rope_type"] != "yarn" or not original or not factor:
         return
-    reach, given = int(original * factor), args.sglang_context_length
+    reach = int(original * factor)
     served = given or text.get("max_position_embeddings") or 0
     if served > reach:
         what = "--sglang-context-length" if given else "max_position_embeddings of config.json"
@@ -63,10 +66,10 @@ def yarn_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def replay_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
+def replay_problems(config: dict[str, Any]) -> Iterator[str]:
     """Yield a message if the engine cannot return the chosen experts."""
     family = family_of(config)
-    if args.use_rollout_routing_replay and family is not None and family.engine_hides_experts:
+    if family is not None and family.engine_hides_experts:
         yield (
             f"--use-rollout-routing-replay: the installed SGLang does not say which experts a {config['model_type']} "
             "chose in which layer, and fails or answers those of the last; use --use-routing-replay, which records "

@@ -44,12 +44,12 @@ def check_files(args: Namespace) -> None:
     from slime.rollout.tokenizer_trial import TokenizerTrial
 
     _check_model(args)
-    _check_packages(args)
+    _check_packages(BackendFlags.of(args))
     if args.save is not None:
         _check_save_folder(args.save, {"--hf-checkpoint": args.hf_checkpoint, "--ref-load": args.ref_load})
     if not args.debug_rollout_only:
         start, *_ = _checkpoints(args)
-        _check_starting_point(args, *start)
+        _check_starting_point(*start, args.load, num_rollout=None if args.finetune else args.num_rollout)
     _check_replay("--load-debug-rollout-data", args.load_debug_rollout_data)
     _check_replay("--load-forge-rollout-data", args.load_forge_rollout_data)
     _render_messages(args)
@@ -59,10 +59,12 @@ def check_files(args: Namespace) -> None:
             "base model has none. Drop the flag, name a column of text, use the instruct model's tokenizer, or put a "
             "chat_template.jinja into the folder."
         )
-    has_template = _renders_rows(args) or any(one.apply_chat_template for one in args.eval_datasets)
+    # The chat template renders the rows of --prompt-data unchanged.
+    renders_rows = bool(args.apply_chat_template or args.rollout_function_path == SFT_ROLLOUT)
+    has_template = renders_rows or any(one.apply_chat_template for one in args.eval_datasets)
     trial = TokenizerTrial(args.hf_checkpoint, has_template=has_template, trusts_code=Trust.of(args).trust_remote_code)
     with trial:  # runs while the rows are read
-        _check_prompts(args, trial)
+        _check_prompts(args, trial, renders_rows=renders_rows)
         _check_eval_data(args, trial)
         trial.finish()
     _check_mask(args)
@@ -76,7 +78,9 @@ def _check_model(args: Namespace) -> None:
     folder = Path(args.hf_checkpoint)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ConfigError(f"--hf-checkpoint: {folder} has no tokenizer (tokenizer.json); download the model again.")
-    _check_positions(args, config)
+    if not args.debug_train_only and BackendFlags.of(args).sglang_context_length is None:  # else it is the limit
+        evaluated = args.eval_max_response_len if args.eval_datasets else None
+        _check_positions(config, args.rollout_max_response_len, evaluated)
     if not args.debug_rollout_only and (args.save_hf is not None or not args.debug_train_only):
         if (quantized := config.get("quantization_config")) is not None:  # the format of pushes and exports
             from slime.weights.quantize import read_format
@@ -91,7 +95,7 @@ def _render_messages(args: Namespace) -> None:
     if args.prompt_data is None or args.apply_chat_template or not _is_plain(args):
         return
     for source in args.prompt_sources:
-        _, row = _first_row(args, source)
+        _, row = _first_row(source["path"], args.prompt_readers)
         key = source.get("input_key", args.input_key)
         if isinstance(row.get(key), list):
             if is_refused:
@@ -105,11 +109,11 @@ def _render_messages(args: Namespace) -> None:
             return
 
 
-def _first_row(args: Namespace, source: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _first_row(path: str, readers: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     """Return the place of the first row of a data set, and the row; an empty row if there is none."""
-    from slime.rollout.prompt_files import read_rows, readers_of
+    from slime.rollout.prompt_files import read_rows
 
-    return next(iter(read_rows(source["path"], readers=readers_of(args))), ("", {}))
+    return next(iter(read_rows(path, readers=readers)), ("", {}))
 
 
 def _may_have_chat_template(folder: Path) -> bool:
@@ -123,19 +127,17 @@ def _may_have_chat_template(folder: Path) -> bool:
     return bool(content.get("chat_template") or content.get("auto_map"))
 
 
-def _check_positions(args: Namespace, config: dict[str, Any]) -> None:
+def _check_positions(config: dict[str, Any], rollout_length: int | None, eval_length: int | None) -> None:
     """Reject responses longer than the model's positions, unless its rotary embedding is stretched."""
     text = language_config(config)
     positions = text.get("max_position_embeddings")
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     is_stretched = any(isinstance(rope, dict) and rope.get(key) is not None for key in ("factor", "long_factor"))
-    if not isinstance(positions, int) or is_stretched or args.debug_train_only:
+    if not isinstance(positions, int) or is_stretched:
         return
-    if BackendFlags.of(args).sglang_context_length is not None:
-        return  # the user has set the engines' limit
     for flag, length in (
-        ("--rollout-max-response-len", args.rollout_max_response_len),
-        ("--eval-max-response-len", args.eval_max_response_len if args.eval_datasets else None),
+        ("--rollout-max-response-len", rollout_length),
+        ("--eval-max-response-len", eval_length),
     ):
         if length is not None and length >= positions:
             raise ConfigError(
@@ -144,9 +146,8 @@ def _check_positions(args: Namespace, config: dict[str, Any]) -> None:
             )
 
 
-def _check_packages(args: Namespace) -> None:
+def _check_packages(engines: BackendFlags) -> None:
     """Reject flags whose package is not installed."""
-    engines = BackendFlags.of(args)
     deepep = engines.sglang_enable_deepep_moe or engines.sglang_moe_a2a_backend == "deepep"
     if deepep and importlib.util.find_spec("deep_ep") is None:
         raise ConfigError(
@@ -176,10 +177,11 @@ def _checkpoints(args: Namespace) -> Iterator[tuple[str, CheckpointFolder]]:
     if args.load == args.ref_load:  # where --load falls back to
         flag = "--hf-checkpoint" if args.ref_load == args.hf_checkpoint else "--ref-load"
     yield flag, inspect_checkpoint(args.load, flag, step=args.ckpt_step)
-    if args.ref_load is None and uses_reference(args) and not args.reference_in_actor:
+    has_kl = uses_reference(args.use_kl_loss, args.kl_coef)
+    if args.ref_load is None and has_kl and not args.reference_in_actor:
         asking = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
         raise ConfigError(f"{asking} needs a reference model; name its checkpoint: --ref-load.")
-    if args.ref_load is not None and (uses_reference(args) or args.reference_in_actor):
+    if args.ref_load is not None and (has_kl or args.reference_in_actor):
         yield "--ref-load", inspect_checkpoint(args.ref_load, "--ref-load", step=args.ref_ckpt_step)
     for policy in args.frozen_policies:
         flag = flag_of(policy.load_arg)
@@ -214,18 +216,18 @@ def check_contents(args: Namespace) -> None:
             raise DataError(f"{flag}: {error}") from error
 
 
-def _check_starting_point(args: Namespace, flag: str, found: CheckpointFolder) -> None:
+def _check_starting_point(flag: str, found: CheckpointFolder, load: str, *, num_rollout: int | None) -> None:
     if found.kind == "huggingface":
-        _check_format(args.load, flag)
+        _check_format(load, flag)
     done = found.iteration
-    if isinstance(done, int) and not args.finetune and args.num_rollout and done + 1 >= args.num_rollout:
+    if isinstance(done, int) and num_rollout and done + 1 >= num_rollout:
         logger.warning(
             "%s %s has been trained up to rollout %d, and --num-rollout %d counts from the first: nothing is left to "
             "do. Raise --num-rollout to go on.",
             flag,
-            args.load,
+            load,
             done,
-            args.num_rollout,
+            num_rollout,
         )
 
 
@@ -257,7 +259,7 @@ def _check_replay(flag: str, template: str | None) -> None:
         )
 
 
-def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
+def _check_prompts(args: Namespace, trial: TokenizerTrial, *, renders_rows: bool) -> None:
     from slime.rollout.prompt_files import readers_of
     from slime.rollout.prompts import check_prompt_file
 
@@ -283,7 +285,7 @@ def _check_prompts(args: Namespace, trial: TokenizerTrial) -> None:
             multimodal_keys=args.multimodal_keys,
             grader=args.rm_type if has_built_in else None,
             rm_types=RM_TYPES if has_built_in else None,
-            template=trial.template(template_kwargs) if _renders_rows(args) else None,
+            template=trial.template(template_kwargs) if renders_rows else None,
             readers=readers_of(args),
             some_keys={key: flag for flag, (key, default) in asked.items() if key and key != default},
         )
@@ -325,11 +327,6 @@ def _is_plain(args: Namespace) -> bool:
     return args.rollout_function_path in OWN_ROLLOUTS and _is_of_slime(args.data_source_path)
 
 
-def _renders_rows(args: Namespace) -> bool:
-    """Return True if rows of --prompt-data are rendered unchanged by the chat template."""
-    return bool(args.apply_chat_template or args.rollout_function_path == SFT_ROLLOUT)
-
-
 def _check_mask(args: Namespace) -> None:
     """Check on the first row of SFT data that --loss-mask-type fits the chat template."""
     is_read_here = args.prompt_data and _is_of_slime(args.data_source_path) and not args.multimodal_keys
@@ -340,7 +337,7 @@ def _check_mask(args: Namespace) -> None:
     from slime.rollout.sft_rollout import mask_generator
 
     source = args.prompt_sources[0]
-    where, row = _first_row(args, source)
+    where, row = _first_row(source["path"], args.prompt_readers)
     key = source.get("input_key", args.input_key)
     if not isinstance(row[key], list):
         raise DataError(f"{where}: {key} (--input-key) is text; sft_rollout needs messages, answers included.")
@@ -358,7 +355,7 @@ def _check_first_row(args: Namespace, source: Mapping[str, Any]) -> None:
     """Check that a built-in grader can grade the first row."""
     from slime.rollout.prompt_files import parse_metadata
 
-    where, row = _first_row(args, source)
+    where, row = _first_row(source["path"], args.prompt_readers)
     own = parse_metadata(row.get(args.metadata_key), where).get("rm_type")
     if not own and args.rm_type and args.rm_type.removeprefix(BOXED_PREFIX) in GRADERS_WITH_LABEL:
         if source.get("label_key", args.label_key) is None:

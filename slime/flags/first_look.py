@@ -81,7 +81,7 @@ def _check(words: Sequence[str], parser: Parser) -> None:
     refuse_unknown(parser, kept, leftover)
     is_plan = any(word.partition("=")[0] == "--plan" for word in words)
     if not is_plan and not any(vars(args).get(name) for name in OVERLAYS):
-        if missing := missing_flags(args):
+        if missing := missing_flags(vars(args)):
             raise ConfigError("\n".join(missing))
 
 

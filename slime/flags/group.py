@@ -40,9 +40,9 @@ class FlagGroup:
     chosen_by: str = ""
     """A flag, as in a ``Rule``; a run without it skips ``derive``, ``check``, ``advise`` and ``complete``."""
 
-    def is_chosen(self, args: Namespace) -> bool:
-        """Return True if the run of ``args`` uses this group."""
-        return not self.chosen_by or _holds(vars(args), self.chosen_by)
+    def is_chosen(self, flags: Mapping[str, Any]) -> bool:
+        """Return True if a run with these flags, by attribute, uses this group."""
+        return not self.chosen_by or _holds(flags, self.chosen_by)
 
 
 def declare_all(parser: argparse.ArgumentParser, groups: Iterable[FlagGroup]) -> None:
@@ -55,7 +55,7 @@ def declare_all(parser: argparse.ArgumentParser, groups: Iterable[FlagGroup]) ->
 def derive_all(args: Namespace, groups: Iterable[FlagGroup], *, of_the_run: bool = True) -> None:
     """Set every derived attribute of ``args``; ``of_the_run=False`` for the second role of a run."""
     for group in groups:
-        for derive in group.derive if group.is_chosen(args) else ():
+        for derive in group.derive if group.is_chosen(vars(args)) else ():
             if of_the_run or derive not in group.once:
                 derive(args)
 
@@ -63,7 +63,7 @@ def derive_all(args: Namespace, groups: Iterable[FlagGroup], *, of_the_run: bool
 def advise_all(args: Namespace, groups: Iterable[FlagGroup]) -> None:
     """Log settings that are valid, but may not be intended."""
     for group in groups:
-        for advise in group.advise if group.is_chosen(args) else ():
+        for advise in group.advise if group.is_chosen(vars(args)) else ():
             advise(args)
 
 
@@ -75,7 +75,7 @@ def complete_all(args: Namespace, groups: Iterable[FlagGroup]) -> None:
     """
     if not args.debug_rollout_only:
         for group in groups:
-            for complete in group.complete if group.is_chosen(args) else ():
+            for complete in group.complete if group.is_chosen(vars(args)) else ():
                 complete(args)
 
 
@@ -93,7 +93,7 @@ def problems_of(args: Namespace, groups: Iterable[FlagGroup]) -> list[str]:
             if _holds(values, name) and _holds(values, other):
                 both = f"{_as_given(values, name)} and {_as_given(values, other)}"
                 found.append(f"{both} contradict each other: {reason}. Drop one of them.")
-        checks = group.check if group.is_chosen(args) else ()
+        checks = group.check if group.is_chosen(values) else ()
         found += [message for check in checks for message in check(args)]
     return found
 

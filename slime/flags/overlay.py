@@ -202,15 +202,6 @@ def load_role_overrides(path: str | None) -> dict[str, dict[str, Any]]:
     return by_role
 
 
-def apply_role_overrides(args: Namespace, parser: Parser) -> None:
-    """Set the actor's overrides on ``args``.
-
-    Raises:
-        ConfigError: the file is invalid, or overrides an attribute that no flag has.
-    """
-    set_overrides(args, "actor", load_role_overrides(args.megatron_config_path).get("actor", {}), parser)
-
-
 def set_overrides(args: Namespace, role: str, overrides: dict[str, Any], parser: Parser) -> dict[str, Any]:
     """Set a role's overrides on ``args``; return those that were set, by attribute.
 

@@ -48,7 +48,7 @@ from slime.flags.files import check_files
 from slime.flags.group import FlagGroup, advise_all, complete_all, declare_all, derive_all, problems_of
 from slime.flags.historical import note_historical, refuse_missing_features
 from slime.flags.hook_checks import check_hooks_on_driver
-from slime.flags.overlay import ROLES_FLAG, apply_overlay, apply_role_overrides, overlaid_names
+from slime.flags.overlay import ROLES_FLAG, apply_overlay, load_role_overrides, overlaid_names, set_overrides
 from slime.flags.parser import Parser
 from slime.flags.words import engine_flags_are_idle, note_repeated, refuse_unknown, split_engine_flags
 from slime.utils.errors import ConfigError
@@ -90,18 +90,20 @@ def parse_args(
     slime_validate_args(args, parser)
     for check in backend_checks(args, groups):
         check(args)
-    args.value_origins = _value_origins(args, parsed, parser, words)
+    laid_over = overlaid_names(args.custom_config_path, args.megatron_config_path)
+    args.value_origins = _value_origins(vars(args), parsed, parser, words, laid_over)
     return args
 
 
-def _value_origins(args: Namespace, parsed: Mapping[str, Any], parser: Parser, words: Sequence[str]) -> dict[str, str]:
+def _value_origins(
+    final: Mapping[str, Any], parsed: Mapping[str, Any], parser: Parser, words: Sequence[str], laid_over: set[str]
+) -> dict[str, str]:
     """Return attribute -> "flag", "yaml" or "derived", for attributes that differ from the default of their flag."""
     flags = parser._option_string_actions
     given = {flags[flag].dest for word in words if (flag := word.partition("=")[0]) in flags}
     defaults = parser.defaults()
-    laid_over = overlaid_names(args.custom_config_path, args.megatron_config_path)
     origins: dict[str, str] = {}
-    for name, value in vars(args).items():
+    for name, value in final.items():
         if name in laid_over:
             origins[name] = "yaml"
         elif name in given and parsed[name] is value:
@@ -206,7 +208,7 @@ def slime_validate_args(args: Namespace, parser: Parser | None = None) -> None:
     apply_overlay(args, parser)
     # Before the actor's overrides: every role starts from the command line.
     critic_args = critic.critic_flags(args, parser)
-    apply_role_overrides(args, parser)
+    set_overrides(args, "actor", load_role_overrides(args.megatron_config_path).get("actor", {}), parser)
     note_historical(args)
     refuse_missing_features(args)
     derive_all(args, parser.groups)

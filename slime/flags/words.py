@@ -8,8 +8,8 @@ import logging
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from slime.utils.errors import ConfigError
 from slime.utils.redaction import redacted
@@ -71,9 +71,8 @@ _DASH = re.compile(r"[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]-?|-[\u2010-\u2015\u
 """Dashes that text processors put in place of one or two hyphens."""
 
 
-def missing_flags(args: argparse.Namespace) -> list[str]:
-    """Return a message for each required flag that is not given."""
-    given = vars(args)
+def missing_flags(given: Mapping[str, Any]) -> list[str]:
+    """Return a message for each required flag whose attribute is not among those given."""
     return [message for names, message in _NEEDED.items() if all(given.get(name) is None for name in names)]
 
 

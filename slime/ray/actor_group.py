@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from slime.flags.checkpoint import TRACKER, VersionCount, read_tracker
+from slime.flags.checkpoint import TRACKER, VersionCount, read_tracker, version_before
 from slime.flags.parse import args_to_resume
 from slime.observability.telemetry import FLUSH_TIMEOUT_S
 from slime.ray.gpus import GpuSlice
@@ -142,7 +142,9 @@ class RayTrainGroup:
         if len(set(start_ids)) != 1:
             raise CheckpointError(f"{self.role} ranks resumed from different saves, at rollouts {start_ids}")
         self.start_rollout_id = start_ids[0]
-        self.version.start(self.args, self.start_rollout_id)
+        folders, at_least = (self.args.load, self.args.save), self.args.update_weight_start_version
+        number = version_before(self.start_rollout_id, folders, at_least=at_least)
+        self.version.start(number, self.start_rollout_id)
         self._was_created, self.push.is_connected = True, False
         if not self.layouts:
             self.layouts = self.on_all("get_parallel_config", what="the trainer's layout", timeout_s=120)

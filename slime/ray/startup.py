@@ -83,7 +83,7 @@ def make_actor(args: Namespace, gpus: GpuSlice, parts: Parts) -> RayTrainGroup:
         args.actor_num_gpus_per_node,
         gpus,
         role="actor",
-        with_ref=uses_reference(args),
+        with_ref=uses_reference(args.use_kl_loss, args.kl_coef),
         parts=parts,
     )
     return made

@@ -16,7 +16,9 @@ from typing import Any
 def names_of_layers(folder: str) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a family's folder, which forwards the names that ``--spec`` uses to ``layers.py``.
 
-    These are ``check_stages`` and names that start with ``get_``; the first access imports the layers.
+    These are names that start with ``get_``, and ``check_stages``: called with the model's config, ``--hf-checkpoint``
+    and whether both post-norm flags are given, it raises ConfigError for flags that the layers do not support.  The
+    first access imports the layers.
     """
 
     def get(name: str) -> Any:

@@ -117,8 +117,6 @@ exported = {}
 for name, shard in iter_global_parameters([model]):
     exported.update(convert_to_hf(args, "AcmeForCausalLM", name, shard.tensor.detach().to(tensors["lm_head.weight"])))
 
-args.sglang_speculative_algorithm, args.sglang_speculative_draft_model_path = "EAGLE", None
-args.use_rollout_routing_replay = True
 (folder / "config.json").write_text(json.dumps({**config, "mlp_width": 57}))
 print(json.dumps({
     "names": sorted(exported),
@@ -130,7 +128,7 @@ print(json.dumps({
     "planned": model_size(model_dims(args)),
     "notes": list(_notes(args, PlanOptions(card=find_card("H100"), lengths=(8,)))),
     "published": published_config("/models/Acme-8B"),
-    "engines": [*draft_problems(args, config), *replay_problems(args, config)],
+    "engines": [*draft_problems("EAGLE", None, config), *replay_problems(config)],
 }))
 """
 

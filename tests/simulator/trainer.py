@@ -263,7 +263,8 @@ class SimulatedTrainer(MegatronTrainRayActor):
         self._sleep = Stub()
         self._background_save = BackgroundSave(self._publish) if args.async_save else None
         self._start_rollout_id = args.start_rollout_id if args.start_rollout_id is not None else iteration + 1
-        first_version = version_before(args, self._start_rollout_id)
+        folders, at_least = (args.load, args.save), args.update_weight_start_version
+        first_version = version_before(self._start_rollout_id, folders, at_least=at_least)
         self._updater = Updater(args, self.model[0], first_version=first_version)
         return self._start_rollout_id
 

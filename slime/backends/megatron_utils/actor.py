@@ -106,7 +106,8 @@ class MegatronTrainRayActor(TrainWorker):
         Timer().reset()
         Timer().start("train_wait")
         self._start_rollout_id = args.start_rollout_id if args.start_rollout_id is not None else iteration + 1
-        version = version_before(args, self._start_rollout_id)
+        folders, at_least = (args.load, args.save), args.update_weight_start_version
+        version = version_before(self._start_rollout_id, folders, at_least=at_least)
         self._updater = WeightUpdater(
             args,
             self.model,

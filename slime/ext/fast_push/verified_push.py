@@ -58,8 +58,9 @@ class VerifiedPush(Transport):
         """Make the transport that the flags select."""
         if vars(args).get("update_weight_transport") == "disk":
             from slime.ext.fast_push.disk.delta_carrier import make_carrier
+            from slime.ext.fast_push.disk.disk import DiskOptions
 
-            return cls(make_carrier(args, ranks), ranks)
+            return cls(make_carrier(args.update_weight_mode, ranks, DiskOptions.of(args)), ranks)
         return cls(SharedMemoryCarrier(ranks) if args.colocate else DistributedCarrier(ranks), ranks)
 
     def connect(self, engines: Sequence[EngineProxy], weights: SentWeights) -> None:

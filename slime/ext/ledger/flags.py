@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from argparse import Namespace
 from pathlib import Path
 
 from slime.flags.group import FlagGroup
@@ -12,9 +11,9 @@ from slime.flags.kinds import file_path, wait_s
 FOLDER = "ledger"
 
 
-def ledger_folder(args: Namespace) -> Path:
-    """Return the folder of this run's ledger."""
-    return Path(args.rollout_ledger_dir or Path(args.save) / FOLDER)
+def ledger_folder(given: str | None, save: str) -> Path:
+    """Return the folder of a run's ledger: that of ``--rollout-ledger-dir``, or one in ``--save``."""
+    return Path(given or Path(save) / FOLDER)
 
 
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:

@@ -67,7 +67,7 @@ class Ledger(GroupObserver):
             is_threaded: see ``JournalWriter``.
         """
         self._args = args
-        self._folder = folder = ledger_folder(args)
+        self._folder = folder = ledger_folder(args.rollout_ledger_dir, args.save)
         self._fingerprint = config_fingerprint(args)
         if isinstance(source, RolloutDataSource):
             self._fingerprint[SAMPLE_FLAGS]["content of prompt_data"] = source.content_digest()

@@ -111,7 +111,8 @@ def make_plan(args: Namespace, hf_config: Mapping[str, Any], options: PlanOption
     beside_engine = trainer_bytes_beside_engine(run, sizes)
     places, groups = plan_engines(args, dims, sizes, hf_config, options, problems, beside_engine)
     phases = plan_phases(run, beside_engine, stages, groups)
-    host = plan_host(run, sizes, stages, places, parked=parked_copies(run, has_reference=uses_reference(args)))
+    has_reference = uses_reference(args.use_kl_loss, args.kl_coef)
+    host = plan_host(run, sizes, stages, places, parked=parked_copies(run, has_reference=has_reference))
     num_gpus = plan_gpus(args).num_gpus
     return Plan(
         problems=problems,
@@ -166,7 +167,7 @@ def forward_passes(args: Namespace) -> int:
         return 0
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     has_old = needs_old_log_probs(args, max(samples // args.global_batch_size, 1))
-    return sum(map(bool, [uses_reference(args), has_old])) + len(args.frozen_policies)
+    return sum(map(bool, [uses_reference(args.use_kl_loss, args.kl_coef), has_old])) + len(args.frozen_policies)
 
 
 def train_seconds(work: StepWork | None, sizes: ParallelSizes, options: PlanOptions) -> float | None:

@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from slime.ext.recovery.memory_checkpoints import COPY_GROUP, CopyingRank, MemoryCheckpoints
+from slime.ext.recovery.state_copy import CopyFlags
 from slime.flags.parse import args_to_resume
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.train_actor import TrainRayActor
@@ -31,7 +32,7 @@ class CopiedTrainGroup(RayTrainGroup):
         self._critics: list[RayTrainGroup] = []
         self._leader = leader = keywords.get("leader")
         if leader is None:
-            self._copies = MemoryCheckpoints(args)
+            self._copies = MemoryCheckpoints(CopyFlags.of(args))
         else:  # a critic: the actor's group copies it, after the actor has trained
             assert isinstance(leader, CopiedTrainGroup)
             leader._critics.append(self)

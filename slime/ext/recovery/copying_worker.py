@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.ext.recovery.memory_copy import copy_state, restore_state
-from slime.ext.recovery.state_copy import StateCopy, is_copy_due
+from slime.ext.recovery.state_copy import CopyFlags, StateCopy
 from slime.observability.telemetry import span
 
 
@@ -28,6 +28,6 @@ class CopyingTrainRayActor(MegatronTrainRayActor):
     def end_training(self, rollout_id: int) -> None:
         """Copy the state if a copy is due."""
         super().end_training(rollout_id)
-        if is_copy_due(self.args, rollout_id):
+        if CopyFlags.of(self.args).is_due(rollout_id):
             with span("copy_state"):
                 self.state_copy = copy_state(rollout_id, self.model, self.optimizer, self.scheduler, self.state_copy)

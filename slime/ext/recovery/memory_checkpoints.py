@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import time
-from argparse import Namespace
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ import torch
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slime.ext.recovery.state_copy import StateCopy, is_copy_due
+from slime.ext.recovery.state_copy import CopyFlags, StateCopy
 from slime.ray.waiting import wait_for
 from slime.utils.errors import DataError, DeadlineError, EngineDiedError
 from slime.weights.file_digests import digest_of
@@ -200,10 +199,10 @@ class MemoryCheckpoints:
     have died since.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, flags: CopyFlags) -> None:
         self.newest: int | None = None
         """Rollout of the current copy; None without one."""
-        self._args = args
+        self._flags = flags
         self._keepers: dict[str, Any] = {}
         """Node id -> keeper."""
         self._takers: list[list[Any]] = []
@@ -213,11 +212,11 @@ class MemoryCheckpoints:
 
     @property
     def _timeout_s(self) -> float:
-        return float(self._args.train_timeout_s)
+        return self._flags.train_timeout_s
 
     def begin(self, rollout_id: int, ranks: Sequence[Any]) -> None:
         """If a copy was due after ``rollout_id``, make the ranks send it; does not wait for the sends."""
-        if not ranks or not is_copy_due(self._args, rollout_id):
+        if not ranks or not self._flags.is_due(rollout_id):
             return
         nodes = wait_for([rank.node_id.remote() for rank in ranks], what="the ranks' nodes", timeout_s=self._timeout_s)
         around = list(dict.fromkeys(nodes))
@@ -239,7 +238,7 @@ class MemoryCheckpoints:
         Raises:
             EngineDiedError: a rank died.
         """
-        if self._under_way is not None and is_copy_due(self._args, rollout_id):
+        if self._under_way is not None and self._flags.is_due(rollout_id):
             sends = self._under_way[2]
             self._count(wait_for(sends, what="the copies of the trainer's state", timeout_s=self._timeout_s))
 

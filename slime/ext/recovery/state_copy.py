@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from slime.flags.config import FlagConfig
 from slime.weights.pinned_memory import aligned, host_bytes
 
 
@@ -69,8 +69,17 @@ def _view(data: Tensor, place: _Place) -> Tensor:
     return data[place.begin : place.begin + place.num_bytes].view(place.dtype).view(place.shape)
 
 
-def is_copy_due(args: Namespace, rollout_id: int) -> bool:
-    """Return True if the ranks of actor and critic copy their state after ``rollout_id``."""
-    if args.state_copy_interval is None or rollout_id < args.num_critic_only_steps:
-        return False
-    return bool((rollout_id + 1) % args.state_copy_interval == 0)
+@dataclass(frozen=True, kw_only=True)
+class CopyFlags(FlagConfig):
+    """When actor and critic copy their state, and how long that may take."""
+
+    state_copy_interval: int | None
+    """Rollouts between two copies; None for no copies."""
+    num_critic_only_steps: int
+    train_timeout_s: float
+
+    def is_due(self, rollout_id: int) -> bool:
+        """Return True if the ranks copy their state after ``rollout_id``."""
+        if self.state_copy_interval is None or rollout_id < self.num_critic_only_steps:
+            return False
+        return (rollout_id + 1) % self.state_copy_interval == 0

@@ -106,27 +106,27 @@ def derive_wandb_key(args: Namespace) -> None:
 
 
 def check_trackers(args: Namespace) -> Iterator[str]:
-    """Yield a message for each tracker that is asked for and not installed."""
+    """Yield a message for each tracker that is asked for and not installed, or would not let this run in."""
+    if not args.runs_here:
+        return
     for name, extra, is_wanted in (
         ("wandb", "tracking", args.use_wandb and args.wandb_mode != "disabled"),
         ("tensorboard", "tracking", args.use_tensorboard),
         ("trackio", "trackio", args.use_trackio),
         ("mlflow", "mlflow", args.use_mlflow),
     ):
-        if is_wanted and args.runs_here and find_spec(name) is None:
+        if is_wanted and find_spec(name) is None:
             yield f"--use-{name} needs the package {name}; pip install -e '.[{extra}]', or drop the flag."
-
-
-def check_wandb(args: Namespace) -> Iterator[str]:
-    """Yield a message for a run that Weights & Biases would not let in."""
-    mode = args.wandb_mode or env.get_str("WANDB_MODE")
-    if not args.use_wandb or not args.runs_here or mode in ("offline", "disabled", "dryrun"):
-        return
-    if args.wandb_key is None and not _is_logged_in(args.wandb_host) and not _is_offline():
+    needs_key = args.use_wandb and (args.wandb_mode or env.get_str("WANDB_MODE")) not in _WITHOUT_KEY
+    if needs_key and args.wandb_key is None and not _is_logged_in(args.wandb_host) and not _is_offline():
         yield (
             "--use-wandb has no key: set WANDB_API_KEY, give --wandb-key-file, or run wandb login; --wandb-mode "
             "offline needs none."
         )
+
+
+_WITHOUT_KEY = ("offline", "disabled", "dryrun")
+"""Modes of Weights & Biases that need no key."""
 
 
 def _is_logged_in(host: str | None) -> bool:
@@ -145,4 +145,4 @@ def _is_offline() -> bool:
     return settings.get("default", "mode", fallback="") == "offline"
 
 
-GROUP = FlagGroup(add_tracker_arguments, derive=(derive_wandb_key,), check=(check_trackers, check_wandb))
+GROUP = FlagGroup(add_tracker_arguments, derive=(derive_wandb_key,), check=(check_trackers,))

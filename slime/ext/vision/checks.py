@@ -15,7 +15,8 @@ def tower_problems(args: Namespace, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what asks for a vision tower that the trainer's model does not have."""
     if args.custom_model_provider_path:
         return
-    if tower_of(args, config) is not None:
+    is_asked = bool(args.train_vision_tower or args.multimodal_keys)
+    if tower_of(config, args.spec, is_asked=is_asked) is not None:
         if others := set(args.multimodal_keys or ()) - {"image"}:
             yield (
                 f"--multimodal-keys has {', '.join(sorted(others))}; the vision towers here, and the requests to "

@@ -71,11 +71,12 @@ def _fill_tower(args: Namespace) -> Mapping[str, Any]:
     args.has_own_tower = False
     config = read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else {}
     vision = config.get("vision_config")
-    if not (vision or args.train_vision_tower or args.multimodal_keys):
+    is_asked = bool(args.train_vision_tower or args.multimodal_keys)
+    if not (vision or is_asked):
         return {}
     from slime.ext.vision.towers import tower_of
 
-    if (tower := tower_of(args, config)) is not None and vision:
+    if (tower := tower_of(config, args.spec, is_asked=is_asked)) is not None and vision:
         args.tower_dims = asdict(tower.dims(vision, is_trained=args.train_vision_tower))
         args.has_own_tower = not args.custom_model_provider_path
     return config

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,14 +101,15 @@ TOWERS: Mapping[str, Tower] = {
 }
 
 
-def tower_of(args: Namespace, config: Config) -> Tower | None:
+def tower_of(config: Config, spec: Sequence[str] | None, *, is_asked: bool) -> Tower | None:
     """Return the tower of a checkpoint that the trainer's model has; None where it has none.
 
     Args:
         config: config.json; one that is known in part may have the tower.
+        spec: ``--spec``, whose module may ask for the tower.
+        is_asked: another flag does.
     """
     tower = TOWERS.get(str(config.get("model_type")))
     if tower is None or not (config.get("vision_config") or config.get(IS_PARTIAL)):
         return None
-    is_asked = args.train_vision_tower or args.multimodal_keys or (args.spec or ("",))[0] == tower.spec
-    return tower if is_asked or not tower.spec else None
+    return tower if is_asked or tower.spec in ("", (spec or ("",))[0]) else None

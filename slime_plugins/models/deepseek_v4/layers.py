@@ -51,7 +51,7 @@ def get_deepseek_v4_spec(args: Namespace, config: TransformerConfig, vp_stage: i
     """
     if not args.hf_checkpoint:
         raise ConfigError("--hf-checkpoint is not given; its config.json says what layers DeepSeek-V4 has; give it.")
-    check_stages(args, config)
+    check_stages(config, args.hf_checkpoint)
     layers = V4Layers.of(read_hf_config(args.hf_checkpoint))
     vars(config)["stage_width"] = layers.num_streams * config.hidden_size
     block = get_block_spec(config, vp_stage, partial(_v4_layer, layers))
@@ -59,14 +59,14 @@ def get_deepseek_v4_spec(args: Namespace, config: TransformerConfig, vp_stage: i
     return block
 
 
-def check_stages(args: Namespace, config: TransformerConfig) -> None:
+def check_stages(config: TransformerConfig, hf_checkpoint: str | None, *_: Any) -> None:
     """Check flags and parallel layout before any GPU is used.
 
     Raises:
         ConfigError: the layers cannot be sharded or trained in this way.
     """
     tensor, modules = config.tensor_model_parallel_size, set(config.recompute_modules or ())
-    groups = read_hf_config(args.hf_checkpoint)["o_groups"] if args.hf_checkpoint else tensor
+    groups = read_hf_config(hf_checkpoint)["o_groups"] if hf_checkpoint else tensor
     refused = (
         (groups % tensor, "--tensor-model-parallel-size", tensor,
          f"the {groups} groups of heads (o_groups) cannot be cut into as many parts", "give a divisor"),

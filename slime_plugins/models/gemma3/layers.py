@@ -43,18 +43,19 @@ def get_gemma3_spec(args: Namespace, config: TransformerConfig, vp_stage: int | 
     Raises:
         ConfigError: the flags describe another model.
     """
-    check_stages(args, config)
+    has_post_norms = args.post_self_attn_layernorm and args.post_mlp_layernorm
+    check_stages(config, args.hf_checkpoint, has_post_norms)
     change = partial(_gemma_layer, config)
     return get_block_spec(config, vp_stage, change, post_self_attn_layernorm=True, post_mlp_layernorm=True)
 
 
-def check_stages(args: Namespace, config: TransformerConfig) -> None:
+def check_stages(config: TransformerConfig, hf_checkpoint: str | None, has_post_norms: bool) -> None:
     """Check that the flags describe this model, before any GPU is used.
 
     Raises:
         ConfigError: they do not.
     """
-    if config.window_size is None or not (args.post_self_attn_layernorm and args.post_mlp_layernorm):
+    if config.window_size is None or not has_post_norms:
         raise ConfigError(
             "--window-size, --post-self-attn-layernorm or --post-mlp-layernorm is not given; Gemma 3 has all three; "
             "source scripts/models/gemma3-1B.sh."

@@ -59,7 +59,8 @@ def get_gemma4_spec(args: Namespace, config: TransformerConfig, vp_stage: int | 
     """
     if not args.hf_checkpoint:
         raise ConfigError("--hf-checkpoint is not given; Gemma 4's layers are built from its config.json; give it.")
-    check_stages(args, config)
+    has_post_norms = args.post_self_attn_layernorm and args.post_mlp_layernorm
+    check_stages(config, args.hf_checkpoint, has_post_norms)
     hf_config = read_hf_config(args.hf_checkpoint)
     config.hetereogenous_dist_checkpoint = True
     change = partial(_gemma4_layer, config, Gemma4Layers.of(hf_config), hf_config["hidden_size_per_layer_input"] or 0)
@@ -68,13 +69,13 @@ def get_gemma4_spec(args: Namespace, config: TransformerConfig, vp_stage: int | 
     return block
 
 
-def check_stages(args: Namespace, config: TransformerConfig) -> None:
+def check_stages(config: TransformerConfig, hf_checkpoint: str | None, has_post_norms: bool) -> None:
     """Check flags and layout, before any GPU is reserved.
 
     Raises:
         ConfigError: the flags describe another model, or a tensor- or pipeline-parallel size that cannot split it.
     """
-    if config.window_size is None or not (args.post_self_attn_layernorm and args.post_mlp_layernorm):
+    if config.window_size is None or not has_post_norms:
         raise ConfigError(
             "--window-size, --post-self-attn-layernorm or --post-mlp-layernorm is not given; Gemma 4 has all three; "
             "source scripts/models/gemma4-31B.sh."
@@ -83,9 +84,9 @@ def check_stages(args: Namespace, config: TransformerConfig) -> None:
         raise ConfigError(
             "--moe-shared-expert-overlap is given; Gemma 4's MLP and experts have different input norms; drop it."
         )
-    if not args.hf_checkpoint:
+    if not hf_checkpoint:
         return
-    hf_config = read_hf_config(args.hf_checkpoint)
+    hf_config = read_hf_config(hf_checkpoint)
     layers, tensor = Gemma4Layers.of(hf_config), config.tensor_model_parallel_size
     for groups, _ in (layers.window_heads, layers.full_heads):
         if groups % tensor:

@@ -45,7 +45,7 @@ def get_glm5_spec(args: Namespace, config: MLATransformerConfig, vp_stage: int |
         ConfigError: the flags do not describe latent attention, or context parallelism lacks ``--allgather-cp``.
         PipelineSplitError: a (virtual) pipeline stage would start with a layer that reuses an earlier layer's keys.
     """
-    _check(args, config)
+    _check(config, has_contiguous_parts=args.allgather_cp)
     hf_config = read_hf_config(args.hf_checkpoint)
     settings = indexer_settings(hf_config)
     sharing = index_sharing(hf_config, config.num_layers)
@@ -64,15 +64,15 @@ def get_glm5_spec(args: Namespace, config: MLATransformerConfig, vp_stage: int |
     return block
 
 
-def check_stages(args: Namespace, config: MLATransformerConfig) -> None:
+def check_stages(config: MLATransformerConfig, hf_checkpoint: str | None, *_: Any) -> None:
     """Check, before any GPU is used, that every pipeline stage starts with a layer that selects keys.
 
     Raises:
         PipelineSplitError: a (virtual) stage would start with a layer that reuses an earlier layer's keys.
     """
-    if args.hf_checkpoint:
+    if hf_checkpoint:
         virtual = 0 if config.virtual_pipeline_model_parallel_size else None
-        sharing = index_sharing(read_hf_config(args.hf_checkpoint), config.num_layers)
+        sharing = index_sharing(read_hf_config(hf_checkpoint), config.num_layers)
         sharing.check_stages(first_layers_of_stages(config, virtual))
 
 
@@ -121,14 +121,14 @@ def first_layers_of_stages(config: MLATransformerConfig, vp_stage: int | None) -
     ]
 
 
-def _check(args: Namespace, config: MLATransformerConfig) -> None:
+def _check(config: MLATransformerConfig, *, has_contiguous_parts: bool) -> None:
     if not config.multi_latent_attention or config.q_lora_rank is None:
         raise ConfigError(
             f"--multi-latent-attention is {config.multi_latent_attention} and --q-lora-rank "
             f"{getattr(config, 'q_lora_rank', None)}; sparse attention needs both; source the file of scripts/models "
             "that belongs to the checkpoint."
         )
-    if config.context_parallel_size > 1 and not args.allgather_cp:
+    if config.context_parallel_size > 1 and not has_contiguous_parts:
         raise ConfigError(
             f"--context-parallel-size is {config.context_parallel_size} without --allgather-cp; sparse attention "
             "gathers contiguous parts of the stream; give --allgather-cp."

@@ -42,7 +42,7 @@ def get_minimax_m2_spec(args: Namespace, config: TransformerConfig, vp_stage: in
     Raises:
         ConfigError: the flags describe another model.
     """
-    check_stages(args, config)
+    check_stages(config)
     return get_block_spec(config, vp_stage, change=lambda layer, _: _norm_over_heads(layer, config))
 
 
@@ -50,7 +50,7 @@ get_minimax_m2_layer_spec = get_minimax_m2_spec
 """The name in upstream's commands."""
 
 
-def check_stages(args: Namespace, config: TransformerConfig) -> None:
+def check_stages(config: TransformerConfig, *_: Any) -> None:
     """Check that the flags describe this model, before any GPU is used.
 
     Raises:

@@ -47,29 +47,30 @@ def get_nemotron_h_spec(args: Namespace, config: TransformerConfig, vp_stage: in
     Raises:
         ConfigError: the flags describe another model.
     """
-    kinds = _kinds(args, config)
+    kinds = _kinds(config, args.hf_checkpoint)
     return get_block_spec(config, vp_stage, lambda layer, number: _one_mixer(layer, kinds[number - 1]))
 
 
-def check_stages(args: Namespace, config: TransformerConfig) -> None:
+def check_stages(config: TransformerConfig, hf_checkpoint: str | None, *_: Any) -> None:
     """Check the flags before any GPU is used.
 
     Raises:
         ConfigError: they describe another model, or request MTP layers.
     """
-    if args.linear_attention_freq is not None:
-        check_linear_attention(args)
+    if config.linear_attention_freq is not None:
+        check_linear_attention(config)
     if config.mtp_num_layers:
         raise ConfigError(
             f"--mtp-num-layers is {config.mtp_num_layers}; the MTP layers of Nemotron 3 are not computed here, as in "
             "transformers; exports and engines keep those of --hf-checkpoint. Drop the flag."
         )
-    _kinds(args, config)
+    _kinds(config, hf_checkpoint)
 
 
-def _kinds(args: Namespace, config: TransformerConfig) -> list[str]:
-    is_mamba, is_moe = args.linear_attention_freq, args.moe_layer_freq if args.num_experts else [0] * args.num_layers
-    hf_config = read_hf_config(args.hf_checkpoint) if args.hf_checkpoint else None
+def _kinds(config: TransformerConfig, hf_checkpoint: str | None) -> list[str]:
+    is_mamba = config.linear_attention_freq
+    is_moe = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    hf_config = read_hf_config(hf_checkpoint) if hf_checkpoint else None
     is_listed = isinstance(is_mamba, list) and isinstance(is_moe, list)
     if not is_listed and not layer_kinds(hf_config or {}):
         raise ConfigError(
@@ -79,7 +80,7 @@ def _kinds(args: Namespace, config: TransformerConfig) -> list[str]:
     kinds = kinds_of_run(hf_config, is_mamba, is_moe)
     if len(kinds) != config.num_layers:
         raise ConfigError(
-            f"--num-layers is {config.num_layers}; config.json of --hf-checkpoint {args.hf_checkpoint} has "
+            f"--num-layers is {config.num_layers}; config.json of --hf-checkpoint {hf_checkpoint} has "
             f"{len(kinds)} layers (hybrid_override_pattern, or layers_block_type)."
         )
     return kinds

@@ -39,18 +39,19 @@ def get_olmo3_spec(args: Namespace, config: TransformerConfig, vp_stage: int | N
     Raises:
         ConfigError: the flags describe another model.
     """
-    check_stages(args, config)
+    has_post_norms = args.post_self_attn_layernorm and args.post_mlp_layernorm
+    check_stages(config, args.hf_checkpoint, has_post_norms)
     change = partial(_olmo3_layer, config, args.rotary_base)
     return get_block_spec(config, vp_stage, change, post_self_attn_layernorm=True, post_mlp_layernorm=True)
 
 
-def check_stages(args: Namespace, config: TransformerConfig) -> None:
+def check_stages(config: TransformerConfig, hf_checkpoint: str | None, has_post_norms: bool) -> None:
     """Check that the flags describe this model, before any GPU is used.
 
     Raises:
         ConfigError: they do not.
     """
-    has_norms = config.qk_layernorm and args.post_self_attn_layernorm and args.post_mlp_layernorm
+    has_norms = config.qk_layernorm and has_post_norms
     if config.window_size is None or not has_norms:
         raise ConfigError(
             "--window-size, --qk-layernorm, --post-self-attn-layernorm or --post-mlp-layernorm is not given; OLMo 3 "

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import replace
+from typing import Any
 
 from slime.backends.megatron_utils import cpu_platform  # noqa: F401
 
@@ -41,7 +42,7 @@ def get_qwen3_next_spec(args: Namespace, config: TransformerConfig, vp_stage: in
     Raises:
         ConfigError: ``linear_attention_freq`` is not set.
     """
-    check_stages(args, config)
+    check_stages(config)
     is_linear = linear_layers(config.linear_attention_freq, config.num_layers)
 
     def change(layer: ModuleSpec, number: int) -> ModuleSpec:
@@ -50,7 +51,7 @@ def get_qwen3_next_spec(args: Namespace, config: TransformerConfig, vp_stage: in
     return get_block_spec(config, vp_stage, change)
 
 
-def check_stages(args: Namespace, config: TransformerConfig) -> None:
+def check_stages(config: TransformerConfig, *_: Any) -> None:
     """Check the flags before any GPU is used.
 
     Raises:
@@ -61,25 +62,25 @@ def check_stages(args: Namespace, config: TransformerConfig) -> None:
             "--linear-attention-freq is not given, and no --hf-checkpoint whose config.json says which layers have "
             "linear attention; give one of them."
         )
-    check_linear_attention(args)
+    check_linear_attention(config)
 
 
-def check_linear_attention(args: Namespace) -> None:
+def check_linear_attention(config: TransformerConfig) -> None:
     """Check that the sizes of linear attention are consistent and can be sharded.
 
     Raises:
         ConfigError: names the flag, its value and what is allowed.
     """
-    if (args.mtp_num_layers or 0) > 1:
+    if (config.mtp_num_layers or 0) > 1:
         raise ConfigError(
-            f"--mtp-num-layers is {args.mtp_num_layers}; a model with linear attention has one MTP layer; give 1."
+            f"--mtp-num-layers is {config.mtp_num_layers}; a model with linear attention has one MTP layer; give 1."
         )
-    key_heads, value_heads = args.linear_num_key_heads, args.linear_num_value_heads
+    key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
     if value_heads % key_heads:
         raise ConfigError(
             f"--linear-num-value-heads is {value_heads}; --linear-num-key-heads {key_heads} must divide it."
         )
-    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
     if key_heads % (tensor * context):
         raise ConfigError(
             f"--linear-num-key-heads is {key_heads}; linear attention distributes its key heads over --tensor-model-"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from slime.ext.recovery import memory_checkpoints
 from slime.ext.recovery.memory_checkpoints import COPY_GROUP, CopyingRank, MemoryCheckpoints
-from slime.ext.recovery.state_copy import StateCopy
+from slime.ext.recovery.state_copy import CopyFlags, StateCopy
 from slime.ray.waiting import wait_for
 from slime.utils.errors import DataError, EngineDiedError
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.dist
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CHUNK = memory_checkpoints.CHUNK_BYTES
-ARGS = Namespace(state_copy_interval=1, num_critic_only_steps=0, train_timeout_s=120.0)
+FLAGS = CopyFlags(state_copy_interval=1, num_critic_only_steps=0, train_timeout_s=120.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,7 +106,7 @@ def anew(ranks: list[Any]) -> list[Any]:
 
 @pytest.fixture
 def copies():
-    made = MemoryCheckpoints(ARGS)
+    made = MemoryCheckpoints(FLAGS)
     yield made
     for keeper in made._keepers.values():
         ray.kill(keeper)
@@ -203,9 +204,9 @@ def test_the_place_of_a_dead_keeper_is_taken_at_the_next_copy(ranks, copies, cap
 
 
 def test_nothing_is_copied_between_intervals_or_without_memory():
-    every_third = MemoryCheckpoints(Namespace(**vars(ARGS) | {"state_copy_interval": 3}))
-    off = MemoryCheckpoints(Namespace(**vars(ARGS) | {"state_copy_interval": None}))
-    critic_first = MemoryCheckpoints(Namespace(**vars(ARGS) | {"num_critic_only_steps": 2}))
+    every_third = MemoryCheckpoints(replace(FLAGS, state_copy_interval=3))
+    off = MemoryCheckpoints(replace(FLAGS, state_copy_interval=None))
+    critic_first = MemoryCheckpoints(replace(FLAGS, num_critic_only_steps=2))
     for copies, rollouts in ((every_third, (0, 1, 3)), (off, (0, 1)), (critic_first, (0, 1))):
         for rollout_id in rollouts:
             copies.begin(rollout_id, ["a rank that nobody asks"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slime.compose import flag_groups
-from slime.ext.trackers.flags import check_trackers, check_wandb, derive_wandb_key
+from slime.ext.trackers.flags import check_trackers, derive_wandb_key
 from slime.ext.trackers.sinks import TABLE_COLUMNS, MlflowSink, TrackioSink, WandbSink
 from slime.observability import logging_utils, telemetry
 from slime.utils.tensorboard_utils import _TensorboardAdapter
@@ -171,15 +171,15 @@ def test_wandb_wants_a_key_a_login_or_no_network(monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.chdir(tmp_path)
     elsewhere = wanted(use_wandb=True, wandb_host="https://wandb.example.org")
-    [said] = check_wandb(wanted(use_wandb=True))
+    [said] = check_trackers(wanted(use_wandb=True))
     assert "WANDB_API_KEY" in said
-    assert not list(check_wandb(wanted(use_wandb=True, wandb_mode="offline")))
+    assert not list(check_trackers(wanted(use_wandb=True, wandb_mode="offline")))
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    assert not list(check_wandb(wanted(use_wandb=True)))
-    assert list(check_wandb(elsewhere)) == [said]
+    assert not list(check_trackers(wanted(use_wandb=True)))
+    assert list(check_trackers(elsewhere)) == [said]
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb/settings").write_text("[default]\nmode = offline\n")
-    assert not list(check_wandb(elsewhere))
+    assert not list(check_trackers(elsewhere))
 
 
 def test_a_key_of_wandb_on_the_command_line_is_advised_against(caplog, monkeypatch):

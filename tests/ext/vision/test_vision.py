@@ -127,7 +127,8 @@ def test_a_tower_that_is_not_asked_for_is_left_out(tmp_path: Path):
     for asked in ({"multimodal_keys": {"image": "images"}}, {"spec": ["slime_plugins.models.qwen3_5_vl", "any"]}):
         complete_vision(seeing := Namespace(**{**vars(text), **asked}))
         assert seeing.has_own_tower and not model_dims(seeing, config).tower.is_trained
-    assert tower_of(seeing, {key: value for key, value in config.items() if key != "vision_config"}) is None
+    without = {key: value for key, value in config.items() if key != "vision_config"}
+    assert tower_of(without, seeing.spec, is_asked=True) is None
     seeing.enable_mtp_training = True
     with pytest.raises(ConfigError, match="--enable-mtp-training is given for a model with a vision tower"):
         complete_vision(seeing)

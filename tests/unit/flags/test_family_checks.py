@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import pytest
 
 from slime.flags.family_checks import draft_problems, replay_problems, yarn_problems
 
 
 def test_experts_that_an_engine_does_not_give_back_are_not_replayed():
-    replays, does_not = Namespace(use_rollout_routing_replay=True), Namespace(use_rollout_routing_replay=False)
-    (found,) = replay_problems(replays, {"model_type": "minimax_m2"})
+    (found,) = replay_problems({"model_type": "minimax_m2"})
     assert "--use-rollout-routing-replay" in found and "use --use-routing-replay" in found
-    assert not list(replay_problems(does_not, {"model_type": "minimax_m2"}))
-    assert not list(replay_problems(replays, {"model_type": "qwen3_moe"}))
+    assert not list(replay_problems({"model_type": "qwen3_moe"}))
 
 
 @pytest.mark.parametrize(
@@ -28,10 +24,8 @@ def test_experts_that_an_engine_does_not_give_back_are_not_replayed():
     ],
 )
 def test_a_family_without_mtp_layers_drafts_with_a_named_model_only(config, drafts):
-    eagle = Namespace(sglang_speculative_algorithm="EAGLE", sglang_speculative_draft_model_path=None)
-    assert bool(list(draft_problems(eagle, config))) is not drafts
-    named = Namespace(sglang_speculative_algorithm="EAGLE", sglang_speculative_draft_model_path="/draft")
-    assert not list(draft_problems(named, config))
+    assert bool(list(draft_problems("EAGLE", None, config))) is not drafts
+    assert not list(draft_problems("EAGLE", "/draft", config))
 
 
 DEEPSEEK_R1 = {
@@ -55,7 +49,7 @@ DEEPSEEK_R1 = {
     ],
 )
 def test_engines_serve_no_positions_beyond_those_that_yarn_stretches(changes, context_length, words):
-    found = list(yarn_problems(Namespace(sglang_context_length=context_length), DEEPSEEK_R1 | changes))
+    found = list(yarn_problems(context_length, DEEPSEEK_R1 | changes))
     assert bool(found) is (words is not None)
     if words is not None:
         assert words in found[0] and "Give --sglang-context-length 163840" in found[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ def record_version(folder: Path, version: int, *, rollout_id: int) -> None:
 
 
 def next_version(folder: Path, start_rollout_id: int, *, given: int = 0, load: str | None = None) -> int:
-    args = Namespace(save=str(folder), load=load, update_weight_start_version=given)
-    return version_before(args, start_rollout_id) + 1
+    return version_before(start_rollout_id, (load, str(folder)), at_least=given) + 1
 
 
 def test_weights_after_the_same_rollout_keep_their_version_and_others_get_a_new_one(tmp_path: Path) -> None:

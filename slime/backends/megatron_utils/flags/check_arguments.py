@@ -52,7 +52,8 @@ def check_arguments(args: Namespace) -> None:
         load_spec(args.spec)
         check_stages = getattr(importlib.import_module(args.spec[0]), "check_stages", None)
         if check_stages is not None:  # the family restricts where the pipeline may be cut
-            check_stages(args, config)
+            has_post_norms = args.post_self_attn_layernorm and args.post_mlp_layernorm
+            check_stages(config, args.hf_checkpoint, has_post_norms)
     _check_optimizer(optimizer_config_from_args(args))
     ddp_config_from_args(args)
 

@@ -205,41 +205,55 @@ def check_hf_config(args: Namespace) -> None:
         ConfigError: lists every flag that differs, its value and the checkpoint's.
     """
     config = read_hf_config(args.hf_checkpoint)
-    if problems := disagreements(args, config):
+    if lines := disagreements(args, config):
         raise ConfigError(
             f"The model flags disagree with {args.hf_checkpoint}/config.json:\n  "
-            + "\n  ".join(problems)
+            + "\n  ".join(lines)
             + "\nLeave the model flags out, or source the file of scripts/models that belongs to this checkpoint."
         )
-    for problem in sparse_problems(args, config):
+    problems = sparse_problems(
+        config,
+        freezes_indexer=args.freeze_indexer and not (args.spec or args.custom_model_provider_path),
+        context_size=args.context_parallel_size,
+        has_contiguous_parts=args.allgather_cp,
+    )
+    for problem in problems:
         raise ConfigError(problem)
     if not args.debug_train_only:  # with it nothing is pushed; the tools set it
         check_that_weights_can_be_pushed(args.hf_checkpoint, args.model_name, config)
 
 
-def sparse_problems(args: Namespace, config: dict[str, Any]) -> Iterator[str]:
-    """Yield conflicts with the HF config: a frozen indexer that the model lacks, a wrong context-parallel layout."""
+def sparse_problems(
+    config: dict[str, Any], *, freezes_indexer: bool, context_size: int, has_contiguous_parts: bool
+) -> Iterator[str]:
+    """Yield conflicts with the HF config: a frozen indexer that the model lacks, a wrong context-parallel layout.
+
+    Args:
+        freezes_indexer: ``--freeze-indexer`` is given, and the layers are not the user's own.
+        context_size: ``--context-parallel-size``.
+        has_contiguous_parts: ``--allgather-cp``.
+    """
     family = family_of(config)
     has_indexer = family is not None and bool(family.sparse_architecture)
-    if args.freeze_indexer and not (has_indexer or args.spec or args.custom_model_provider_path):
+    if freezes_indexer and not has_indexer:
         yield (
             f"--freeze-indexer: the checkpoint, a {config.get('model_type')}, has no sparse attention and so no "
             "indexer; drop the flag."
         )
-    if args.context_parallel_size == 1:
+    if context_size == 1:
         return
     architectures = config.get("architectures") or []
     sparse = {known.sparse_architecture for known in all_families().values()} - {""}
     is_sparse = not sparse.isdisjoint(architectures)
-    if args.allgather_cp and not is_sparse:
+    if has_contiguous_parts and not is_sparse:
         yield (
-            f"--allgather-cp with --context-parallel-size {args.context_parallel_size}: the checkpoint is "
+            f"--allgather-cp with --context-parallel-size {context_size}: the checkpoint is "
             f"{', '.join(architectures) or 'of unknown architecture'}; only {' and '.join(sorted(sparse))} work "
             "that way; drop --allgather-cp."
         )
-    if is_sparse and not args.allgather_cp:
+    if is_sparse and not has_contiguous_parts:
         yield (
-            f"--context-parallel-size is {args.context_parallel_size} without --allgather-cp; the sparse attention of "
+            f"--context-parallel-size is {context_size} without --allgather-cp; the sparse attention of "
             f"{', '.join(architectures)} needs contiguous parts of the stream; give --allgather-cp."
         )
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -157,7 +156,6 @@ def find_mismatch(stored: dict[str, StoredTensor], manifest: Manifest) -> str:
     return ""
 
 
-def make_carrier(args: Namespace, ranks: TrainerRanks) -> DiskCarrier:
+def make_carrier(mode: str, ranks: TrainerRanks, options: DiskOptions) -> DiskCarrier:
     """Create the carrier that ``--update-weight-mode`` selects."""
-    kind = DeltaCarrier if args.update_weight_mode == "delta" else DiskCarrier
-    return kind(ranks, DiskOptions.of(args))
+    return (DeltaCarrier if mode == "delta" else DiskCarrier)(ranks, options)

@@ -77,13 +77,10 @@ def derive_released_trainer(args: Namespace) -> None:
 
 def check_disk_push(args: Namespace) -> Iterator[str]:
     """Yield one message for each disk-push setting that cannot work."""
-    if args.update_weight_transport == "disk":
-        yield from _disk(args)
     if args.release_train and args.use_critic:
         yield "--release-train restarts the actor only; --advantage-estimator ppo has a critic. Drop one of them."
-
-
-def _disk(args: Namespace) -> Iterator[str]:
+    if args.update_weight_transport != "disk":
+        return
     if not args.push_sends_model:
         yield "--update-weight-transport disk does not go with --lora-push adapter, which sends engines adapters only."
     if args.update_weight_disk_dir is None:
