@@ -51,9 +51,14 @@ TRAIN_GROUPS = {
     "release_train": "slime.ext.fast_push.disk.released_trainer:ReleasedTrainGroup",
     "state_copy_interval": "slime.ext.recovery.copied_trainer:CopiedTrainGroup",
 }
-"""The first one that is chosen replaces the core's."""
 SERVERS = {"rollout_external": "slime.ext.external_engines.adopt:adopt_external_engines"}
-"""Flag -> class that a job uses when the flag is set.  The extension declares the flag or derives it from another."""
+TRANSPORTS = {
+    "lora_push=adapter": "slime.ext.lora.adapter_push:AdapterPush",
+    "weight_push=verified": "slime.ext.fast_push.verified_push:VerifiedPush.of",
+}
+"""Flag, or flag with a value -> class that a job uses when the flag is set; of these three tables the first such one,
+in place of the core's.  The extension declares the flag or derives it from another.
+"""
 OUTPUTS = {"lora_save": str, "update_weight_disk_dir": Path, "update_weight_local_checkpoint_dir": str}
 """Flag -> type of its value; see ``slime.ray.save_lock.lock_outputs`` for what str and Path mean."""
 
@@ -107,22 +112,19 @@ def parts(args: Namespace) -> Parts:
         outputs=outputs,
         train_group=next(iter(chosen(args, TRAIN_GROUPS)), None),
         servers=next(iter(chosen(args, SERVERS)), None),
-        transport=_transport(args),
+        transport=next(iter(chosen(args, TRANSPORTS)), None),
     )
 
 
 def chosen(args: Namespace, table: Mapping[str, str]) -> tuple[Part, ...]:
     """Return the parts in a table above whose flags are set.  If an extension is missing, so are its flags."""
-    paths = (path for flag, path in table.items() if vars(args).get(flag) not in (None, False))
-    return tuple(Part(path) for path in dict.fromkeys(paths))
 
+    def is_set(rule: str) -> bool:
+        flag, _, wanted = rule.partition("=")
+        value = vars(args).get(flag)
+        return value == wanted if wanted else value not in (None, False)
 
-def _transport(args: Namespace) -> Part | None:
-    """Return the weight-push transport; None for the plain push."""
-    if vars(args).get("lora_rank") is not None and args.lora_push == "adapter":
-        return Part("slime.ext.lora.adapter_push:AdapterPush")
-    is_verified = vars(args).get("weight_push") == "verified"
-    return Part("slime.ext.fast_push.verified_push:VerifiedPush.of") if is_verified else None
+    return tuple(Part(path) for path in dict.fromkeys(path for rule, path in table.items() if is_set(rule)))
 
 
 def start_job(args: Namespace) -> TrainJob:

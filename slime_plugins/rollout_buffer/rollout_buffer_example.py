@@ -96,7 +96,8 @@ async def _fill(args: Namespace, data_buffer: Any, timeout_s: float) -> dict[str
             raise DeadlineError(f"The rollout buffer at {url} did not fill within {timeout_s:.0f} s; {wanted}.")
         await asyncio.sleep(POLL_S)
     if groups:
-        _hand_over(args, data_buffer, groups)
+        taken = {name: group[: args.n_samples_per_prompt] for name, group in groups.items()}
+        _hand_over(data_buffer, taken, mask_generator(args))
     return {f"rollout_buffer/{name}": value for name, value in meta_info.items() if isinstance(value, int | float)}
 
 
@@ -140,11 +141,12 @@ def _whole_groups(items: list[dict[str, Any]], size: int) -> dict[str, list[dict
     return whole
 
 
-def _hand_over(args: Namespace, data_buffer: Any, groups: dict[str, list[dict[str, Any]]]) -> None:
+def _hand_over(
+    data_buffer: Any, groups: dict[str, list[dict[str, Any]]], generator: MultiTurnLossMaskGenerator
+) -> None:
     """Give groups of samples, the newest first, and their instances to the data source."""
-    size, generator = args.n_samples_per_prompt, mask_generator(args)
     newest_first = sorted(groups.values(), key=lambda group: max(i.get("timestamp", 0.0) for i in group), reverse=True)
-    data_buffer.add_samples([_group(data_buffer, group[:size], generator) for group in newest_first])
+    data_buffer.add_samples([_group(data_buffer, group, generator) for group in newest_first])
     seen = [*data_buffer.get_metadata().get(SEEN_KEY, []), *groups]
     data_buffer.update_metadata({SEEN_KEY: seen})
 
