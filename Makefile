@@ -7,7 +7,7 @@ DEVICE ?= $(shell scripts/device.sh)
 export PYTHONDONTWRITEBYTECODE :=
 
 # `make docs` builds the site of docs/ into site/.
-.PHONY: docs test-dist demo demo-real real-checks test faults simulate chaos matrix families algorithms push-matrix seeds golden golden-core install check
+.PHONY: docs test-dist demo demo-real real-checks test faults simulate chaos matrix families algorithms push-matrix seeds golden golden-core install browser check
 
 demo: install
 	@DEVICE=$(DEVICE) scripts/demo.sh
@@ -22,7 +22,7 @@ WORKERS ?= 2
 MARKS = not gpu and not faults and not real
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "$(MARKS)" --durations=10
 test: MARKS += and not whole
-test: install
+test: install browser
 	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SUITE)
 
 # The suite has these files of tests/dist, and nothing marked `whole`; all take longer than the suite.  Folders
@@ -94,8 +94,12 @@ docs: install
 	@.venv/bin/python scripts/make_docs.py
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --clean
 
-check: install
+check: install browser
 	@scripts/check
 
 install:
 	@scripts/install.sh
+
+# For tests of the report; they are skipped where it cannot be had.
+browser: install
+	@scripts/browser.sh || true

@@ -1,4 +1,4 @@
-"""``make install``: which environment a machine gets, and what becomes of one that is there."""
+"""``make install`` and ``make browser``: what a machine gets, and what becomes of an environment that is there."""
 
 from __future__ import annotations
 
@@ -89,6 +89,29 @@ def test_a_machine_with_a_gpu_gets_the_environment_of_the_gpu_lock(checkout, var
     with (checkout / "pyproject.toml").open("a") as file:
         file.write("# an entry point more\n")
     assert "done in" in run(checkout, "scripts/install.sh", **variables).stdout
+
+
+@pytest.mark.parametrize(
+    ("programs", "why"),
+    [
+        ({"uname": "echo Linux aarch64"}, "is for Linux on x86-64, and this is Linux aarch64"),
+        ({"python": "exit 1"}, "pip cannot bring requirements/browser.txt"),
+        ({"npm": "exit 1"}, "npm cannot bring @sparticuz/chromium@"),
+        ({"timeout": 'shift; [[ $1 != npm ]] || exit 124; exec "$@"'}, "npm cannot bring @sparticuz/chromium@"),
+        ({"npm": "echo more >one.tgz"}, "is another file than the pinned one"),
+    ],
+)
+def test_without_a_browser_the_reason_is_kept_for_the_tests_that_are_skipped(checkout, programs, why):
+    (checkout / ".venv/bin").mkdir(parents=True)
+    for name, text in ({"uname": "echo Linux x86_64", "npm": "exit 9", "python": "exit 0"} | programs).items():
+        program(checkout, name, text)
+    shutil.copy(checkout / "bin/python", checkout / ".venv/bin/python")
+    done = run(checkout, "scripts/browser.sh")
+    reason = (checkout / ".venv/browser/missing").read_text().strip()
+    assert why in reason
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"browser: {reason}; tests in a browser will be skipped"
+    assert [one.name for one in (checkout / ".venv").iterdir() if one.name.startswith("browser")] == ["browser"]
 
 
 @pytest.mark.parametrize("made", ["cpu", "gpu", None])

@@ -62,6 +62,10 @@ def test_a_lock_has_what_pyproject_asks_for(device, lock):
     assert faults(of_extras(device, *WITH), lock) == []
 
 
+def test_what_tests_alone_need_is_pinned_beside_the_lock():
+    assert faults(of_extras("mcp", "browser"), CPU | pins("extras.txt", "browser.txt")) == []
+
+
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
 def test_the_gpu_lock_fulfils_the_metadata_of_every_package_that_is_here(python):
     """From pyproject's requirements on, down to where a package is not installed here at its locked version."""
