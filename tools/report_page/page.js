@@ -19,8 +19,8 @@ const views = {
       said.textContent = `${Math.min(found.length, 24)} of ${found.length} metrics${found.length > 24 ? "; write more letters" : ""}.`;
       place.replaceChildren(plots(found.slice(0, 24)));
     }
-    const filter = el("input", { id: "filter", type: "search", oninput: () => { pending.length = 0; choose(filter.value); pending.forEach((draw) => draw()); } });
-    choose("");
+    const filter = el("input", { id: "filter", type: "search", value: history.state?.metrics, oninput: () => { keep({ metrics: filter.value }); pending.length = 0; choose(filter.value); pending.forEach((draw) => draw()); } });
+    choose(filter.value);
     return [el("label", { for: "filter", text: "Metrics with: " }), filter, said, place];
   },
   "Where the time goes"() {
@@ -115,9 +115,10 @@ function paintLanes(canvas, lanes, seconds) {
 }
 
 const tabs = document.getElementById("tabs");
-const wanted = () => decodeURIComponent(location.hash.slice(1));
-function open(name) {
-  const chosen = Object.hasOwn(views, name) ? name : "Summary";
+const wanted = () => Object.keys(views).find((name) => "#" + encodeURIComponent(name) === location.hash) ?? "Summary";
+// What a reader wrote outlives another view, another width and a reload.
+const keep = (state) => history.replaceState({ ...history.state, ...state }, "", location.hash);
+function open(chosen) {
   for (const tab of tabs.children) {
     tab.setAttribute("aria-selected", tab.textContent === chosen);
     tab.tabIndex = tab.textContent === chosen ? 0 : -1;
@@ -129,7 +130,7 @@ function open(name) {
   pending.length = 0;
   main.replaceChildren(el("h2", { class: "unseen", text: chosen }), ...views[chosen]().filter((part) => part));
   pending.forEach((draw) => draw());
-  history.replaceState(null, "", "#" + encodeURIComponent(chosen));
+  history.replaceState(history.state, "", "#" + encodeURIComponent(chosen));
 }
 document.getElementById("name").textContent = visible(`${data.name}: ${data.state}`);
 Object.keys(views).forEach((name, i) => tabs.append(el("button", { role: "tab", id: `tab${i}`, "aria-controls": "main", text: name, onclick: () => open(name) })));

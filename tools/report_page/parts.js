@@ -4,6 +4,9 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const main = document.getElementById("main");
 const COLORS = ["#9aa39f", "#6d7fb3", "#b58a5a", "#1f9d8f", "#d98c1f", "#a05fb5", "#4f9ad1", "#7aa53a", "#c4534f", "#8d8d3a", "#5b6ee0", "#3a8a57", "#b0527a"];
+// Of each four curves; the colours come again.
+const LINES = [["solid", []], ["dashed", [10, 5]], ["dotted", [2, 4]]];
+const lineOf = (i) => LINES[Math.floor(i / 4) % LINES.length];
 const dark = () => matchMedia("(prefers-color-scheme: dark)").matches;
 const paint = (name) => getComputedStyle(document.body).getPropertyValue(name).trim();
 const color = (cause) => COLORS[Math.max(0, data.time.causes.indexOf(cause)) % COLORS.length];
@@ -70,7 +73,7 @@ function curves(box, one, alarms) {
   const axis = { stroke: paint("--soft"), grid: { stroke: paint("--line"), width: 1 }, ticks: { stroke: paint("--line") } };
   const strokes = dark() ? ["#5cc8c0", "#f0b35a", "#b79bf0", "#8fb8f5"] : ["#0b6e69", "#b3640b", "#6b45c4", "#2c61a8"];
   const points = { show: one.x.length < 40, size: 4 };
-  const series = one.series.map((s, i) => ({ label: s.label, stroke: strokes[i % 4], width: 2, points, spanGaps: true, value: (_, v) => show(v) }));
+  const series = one.series.map((s, i) => ({ label: s.label, stroke: strokes[i % 4], dash: lineOf(i)[1], width: 2, points, spanGaps: true, value: (_, v) => show(v) }));
   const columns = one.series.map((s) => s.y);
   const bands = [];
   if (one.band) {
@@ -96,7 +99,7 @@ function curves(box, one, alarms) {
   const ticks = (_, values) => values.map((v) => (v === null ? "" : tick(v)));
   const whole = (_, values) => values.map((v) => (Number.isInteger(v) ? v : ""));
   new uPlot({
-    width: Math.max(220, box.clientWidth - 18), height: 190, scales: { x: { time: false }, y: { range } }, bands, hooks: { draw: [mark], ready: [rest], setCursor: [rest] },
+    width: Math.max(220, box.clientWidth - 18), height: 190, legend: { markers: { dash: (_, i) => lineOf(i - 1)[0] } }, scales: { x: { time: false }, y: { range } }, bands, hooks: { draw: [mark], ready: [rest], setCursor: [rest] },
     axes: [{ ...axis, values: whole }, { ...axis, size: 62, values: ticks }], series: [{ label: "step" }, ...series],
   }, [one.x, ...columns], box);
 }

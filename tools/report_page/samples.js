@@ -55,13 +55,12 @@ function matching() {
 function samplesView() {
   if (!samples.count) return [el("p", { text: "The run has recorded no samples." })];
   const note = el("p", { class: "soft", role: "status" }), list = el("div", {}), legend = el("p", { class: "soft" });
-  let limit = 50;
   const select = (name, options) => {
     const control = el("select", {}, ...options.map((option) => el("option", { value: option, text: option === "" ? "all" : visible(option) })));
     control.value = filters[name];
     return control;
   };
-  const changed = (name, value) => { filters[name] = value; limit = 50; render(); };
+  const changed = (name, value) => { filters[name] = value; render(); };
   const inputs = {};
   const field = (name) => {
     const control = { status: () => select(name, ["", ...samples.statuses]), order: () => select(name, ["as recorded", "latest first", "longest first", "most reward first", "least reward first"]), shade: () => select(name, Object.keys(SHADES)) }[name]?.()
@@ -70,12 +69,10 @@ function samplesView() {
     inputs[name] = control;
     return el("label", { text: name === "shade" ? "colour tokens by" : name }, control);
   };
-  const prompt = el("button", { hidden: "", onclick: () => { prompt.hidden = true; changed("prompt", null); } });
+  const prompt = el("button", { onclick: () => { choosePrompt(null); inputs.rollout.focus(); } });
   function choosePrompt(p) {
-    prompt.hidden = false;
-    prompt.textContent = `Prompt: ${visible(short(samples.prompts[p], 40)) || "number " + p} ✕`;
     changed("prompt", p);
-    note.scrollIntoView({ block: "nearest" });
+    if (p !== null) prompt.focus();
   }
   function chooseGroup(g, r) {
     for (const [name, value] of [["group", g], ["rollout", r]]) { filters[name] = String(value); inputs[name].value = value; }
@@ -91,8 +88,16 @@ function samplesView() {
     if (texts < samples.all) said += ` It has the texts of ${show(texts)}, spread over the run${filters["regular expression"] ? ", and searches those" : ""}; all are in samples/ of the run.`;
     note.textContent = said;
     legend.textContent = SHADES[filters.shade];
-    list.replaceChildren(...found.slice(0, limit).map((k) => sampleBox(k, choosePrompt)));
-    if (found.length > limit) list.append(el("button", { text: `More (${show(found.length - limit)})`, onclick: () => { limit += 100; render(); } }));
+    prompt.hidden = filters.prompt === null;
+    prompt.textContent = prompt.hidden ? "" : `Prompt: ${visible(short(samples.prompts[filters.prompt], 40)) || "number " + filters.prompt} ✕`;
+    list.replaceChildren();
+    add(found, 50);
+  }
+  function add(found, count) {
+    const boxes = found.splice(0, count).map((k) => sampleBox(k, choosePrompt));
+    list.append(...boxes);
+    if (found.length) list.append(el("button", { text: `More (${show(found.length)})`, onclick: (event) => { event.target.remove(); add(found, 100).querySelector("summary").focus(); } }));
+    return boxes[0];
   }
   render();
   const names = Object.keys(filters).filter((name) => name !== "prompt");

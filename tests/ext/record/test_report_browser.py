@@ -1,7 +1,8 @@
-"""The report in a real browser: every view, keyboard, accessibility, hostile texts, 200,000 samples, the watch's door.
+"""The report in a real browser: every view, several runs, keyboard, accessibility, hostile texts, the watch's door.
 
-Needs Chromium and ``pip install -e .[browser]``.  ``SLIME_SCREENSHOTS=RUN`` makes the docs' screenshots from RUN;
-``-s`` prints how long 200,000 samples take to open and to filter (benchmarks/results/record_cpu.json).
+``make test`` puts Chromium into .venv/browser; without it the machine's own serves, and without one all are skipped.
+``SLIME_SCREENSHOTS=RUN`` makes the docs' screenshots from RUN; ``-s`` prints how long 200,000 samples take to open and
+to filter (benchmarks/results/record_cpu.json).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import threading
 from argparse import Namespace
 from pathlib import Path
@@ -26,10 +28,20 @@ from tests.ext.record.prepared_runs import WORDS, write_prepared_run, write_toke
 from tests.ext.record.test_report import write_run, write_run_with_pictures
 from tools import report, watch
 
-sync_api = pytest.importorskip("playwright.sync_api")
-axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+BROWSER = Path(sys.prefix) / "browser"
+CHROMIUM = str(BROWSER / "chromium")
+sys.path.append(str(BROWSER / "python"))
+if not (BROWSER / "pins").exists():
+    CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if CHROMIUM is None:
+        missing = BROWSER / "missing"
+        why = missing.read_text().strip() if missing.exists() else "scripts/browser.sh has not run"
+        pytest.skip(f"there is no Chromium: {why}", allow_module_level=True)
+    pytest.importorskip("playwright", reason="the extra `browser` is not installed")
+from axe_playwright_python.sync_playwright import Axe  # noqa: E402
+from playwright.sync_api import expect, sync_playwright  # noqa: E402
+
+expect.set_options(timeout=30_000)
 VIEWS = ("Summary", "Metrics", "Where the time goes", "Samples", "Health", "Config")
 RELOAD_MS = 20_000
 """Of page.js."""
@@ -39,7 +51,7 @@ SCRIPT = "</script><script>document.title='owned'</script><img src=x onerror=\"d
 
 @pytest.fixture(scope="module")
 def chromium():
-    with sync_api.sync_playwright() as playwright:
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
@@ -66,10 +78,31 @@ def open_page(chromium):
     assert said == []
 
 
-def write_page(folder: Path, **options) -> str:
+def write_page(folder: Path, *beside: Path) -> str:
     path = folder / "report.html"
-    path.write_text(report.page_of(read_run(folder), **options), encoding="utf-8")
+    path.write_text(report.page_of(read_run(folder), [read_run(one) for one in beside]), encoding="utf-8")
     return path.as_uri()
+
+
+def status_of(page):
+    return page.locator("main [role=status]").first
+
+
+def count_of(page) -> int:
+    """How many samples the page has found."""
+    return int(status_of(page).inner_text().split()[0])
+
+
+def fits(page) -> bool:
+    return page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def violations(page) -> list[tuple[str, str, str]]:
+    """What axe finds: rule, element, why.  The page must be one of a context with ``bypass_csp``."""
+    return [
+        (one["id"], one["nodes"][0]["html"][:90], one["nodes"][0]["failureSummary"][:150])
+        for one in Axe().run(page).response["violations"]
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +112,16 @@ def faulty(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 390)])
 def test_every_view_is_accessible_fits_and_says_nothing_on_the_console(open_page, faulty, scheme, width):
-    page = open_page(faulty, width, color_scheme=scheme, bypass_csp=True)  # axe brings a script of its own
+    page = open_page(faulty, width, color_scheme=scheme, bypass_csp=True)
     for view in VIEWS:
         page.get_by_role("tab", name=view).click()
         if view == "Samples":
             page.locator("details.sample > summary").first.click()
-            page.get_by_text("The group side by side").click()
             page.locator("pre[aria-label=Response]").press("ArrowRight")
-        found = axe.Axe().run(page).response["violations"]
-        assert [
-            (one["id"], one["nodes"][0]["html"][:90], one["nodes"][0]["failureSummary"][:150]) for one in found
-        ] == [], view
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+        for summary in page.locator("details:not(.sample) > summary").all():
+            summary.click()
+        assert violations(page) == [], view
+        assert fits(page), view
 
 
 def test_the_page_goes_by_keyboard(open_page, faulty):
@@ -105,20 +136,130 @@ def test_the_page_goes_by_keyboard(open_page, faulty):
     page.get_by_role("tab", name="Samples").press("Enter")
     page.locator("details.sample > summary").first.press("Enter")
     page.get_by_role("group", name="Response").press("ArrowRight")
-    assert "token 1 of" in page.get_by_text("log-prob -").inner_text()
+    expect(page.get_by_text("log-prob -")).to_contain_text("token 1 of")
+    page.get_by_role("button", name="All answers to this prompt").press("Enter")
+    page.keyboard.press("Enter")  # the focus is on the prompt's own button, which gives all samples back
+    assert count_of(page) == 512
+    page.keyboard.type("16")
+    assert page.get_by_label("rollout").input_value() == "16" and count_of(page) == 32
+
+
+def test_the_tab_key_reaches_every_control_and_shows_where_it_is(open_page, faulty):
+    page = open_page(faulty)
+    for view in VIEWS:
+        page.get_by_role("tab", name=view).click()
+        left = page.evaluate("""() => {
+            const all = "a[href], button, input, select, summary, [tabindex='0']";
+            window.left = new Set([...main.querySelectorAll(all)].filter((one) => one.checkVisibility()));
+            return left.size;
+        }""")
+        for _ in range(left):
+            page.keyboard.press("Tab")
+            assert page.evaluate("""() => {
+                const { outlineStyle, outlineWidth } = getComputedStyle(document.activeElement);
+                return left.delete(document.activeElement) && outlineStyle !== "none" && outlineWidth !== "0px";
+            }"""), (view, page.evaluate("document.activeElement.outerHTML.slice(0, 90)"))
+
+
+def test_metrics_are_found_by_words_which_a_reload_and_another_width_leave(open_page, faulty):
+    page = open_page(faulty + "#Metrics")
+    plots = page.get_by_role("group")
+    assert re.fullmatch(r"24 of \d\d metrics; write more letters\.", status_of(page).inner_text())
+    assert plots.count() == 24
+    page.get_by_label("Metrics with").fill("LAYER_3 idle")
+    for change in (
+        lambda: None,
+        lambda: page.set_viewport_size({"width": 390, "height": 900}),
+        lambda: page.emulate_media(color_scheme="dark"),
+        lambda: page.get_by_role("tab", name="Health").click() or page.get_by_role("tab", name="Metrics").click(),
+        page.reload,
+    ):
+        change()
+        expect(status_of(page)).to_have_text("1 of 1 metrics.")
+        expect(plots).to_have_count(1)
+        expect(plots).to_have_attribute("aria-label", re.compile(r"^train/expert_load/layer_3/idle\. At the end: "))
+        expect(page.get_by_label("Metrics with")).to_have_value("LAYER_3 idle")
+        assert fits(page)
+    page.get_by_label("Metrics with").fill("no such")
+    assert status_of(page).inner_text() == "0 of 0 metrics." and plots.count() == 0
+
+
+def test_several_runs_are_told_apart_and_read_at_the_pointer(open_page, tmp_path):
+    runs = [write_run(tmp_path / f"lr-{i}", lr=i / 8) for i in range(1, 7)]
+    page = open_page(write_page(*runs) + "#Metrics", 390, bypass_csp=True)
+    page.get_by_label("Metrics with").fill("train/loss")
+    plot = page.get_by_role("group")
+    ends = ", ".join(f"{run} {i / 8}" for i, run in enumerate(runs, 1))
+    expect(plot).to_have_attribute("aria-label", f"train/loss. At the end: {ends}.")
+    lines = plot.locator(".u-series")
+    assert lines.locator("th").all_inner_texts() == ["step", *map(str, runs)]
+    assert lines.locator("td").all_inner_texts() == ["8", *(str(i / 8) for i in range(1, 7))]
+    marks = [mark.evaluate("node => node.style.borderTop") for mark in lines.locator(".u-marker").all()[1:]]
+    assert len(set(marks)) == len(runs)
+    assert fits(page) and violations(page) == []
+    plot.locator(".u-over").hover(position={"x": 2, "y": 20})
+    expect(lines.locator("td").nth(0)).to_have_text("1")
+    assert lines.locator("td").all_inner_texts() == ["1", *["0"] * 6]
+
+
+def test_a_step_shows_its_spans_and_a_cell_its_number(open_page, faulty):
+    page = open_page(faulty + "#Where%20the%20time%20goes")
+    step = page.get_by_label("Step:")
+    assert step.input_value() == "15"  # the last one
+    step.select_option("2")
+    page.get_by_text("As a table").click()
+    spans = page.get_by_role("region", name="Spans").get_by_role("row")
+    processes = [row.inner_text().split("\t")[:2] for row in spans.all()[1:]]
+    assert ["actor 0", "backward"] in processes and ["rollout manager", "rollout"] in processes
+    assert page.get_by_role("region", name="Answers").get_by_role("row").count() == 33
+    assert page.get_by_role("img", name="Step 3 by process").count() == 1
+    page.get_by_role("tab", name="Health").click()
+    heat = page.locator(".plot", has_text="share of the tokens").filter(has=page.locator("canvas.heat"))
+    heat.locator("canvas").hover(position={"x": 100, "y": 4})
+    expect(heat.locator("p")).to_have_text(re.compile(r"^Step 1, 1 and more: [\d.]+$"))
+
+
+def test_the_page_takes_the_dark_when_the_machine_does(open_page, faulty):
+    page = open_page(faulty + "#Samples", color_scheme="light")
+    page.locator("details.sample > summary").first.click()
+    page.get_by_role("button", name="All answers to this prompt").click()
+    assert count_of(page) == 128
+
+    def colours():
+        page.locator("details.sample > summary").first.click()
+        token = page.get_by_role("group", name="Response").first.locator("span[style]").first
+        return [
+            node.evaluate("node => getComputedStyle(node).backgroundColor") for node in (page.locator("body"), token)
+        ]
+
+    light = colours()
+    page.emulate_media(color_scheme="dark")
+    expect(page.locator("details.sample[open]")).to_have_count(0)  # drawn again
+    dark = colours()
+    assert light[0] != dark[0] and light[1] != dark[1]
+    page.set_viewport_size({"width": 390, "height": 900})
+    assert fits(page) and count_of(page) == 128
+    page.get_by_role("button", name="Prompt:").click()  # what hides samples can be taken away
+    assert count_of(page) == 512
 
 
 def test_samples_are_found_by_facts_and_text_and_shown_beside_their_group(open_page, faulty):
     page = open_page(faulty + "#Samples")
-    status = page.locator("main [role=status]").first
+    status = status_of(page)
     assert status.inner_text() == "512 of 512 samples."
+    page.locator("details.sample > summary").first.click()
+    page.get_by_role("button", name="More (462)").click()
+    assert page.locator("details.sample").count() == 150 and page.locator("details.sample[open]").count() == 1
+    assert page.evaluate(
+        "document.activeElement.closest('details.sample') === document.querySelectorAll('.sample')[50]"
+    )
     page.get_by_label("rollout").fill("16")
     page.get_by_label("reward from").fill("0.99")
-    found = int(status.inner_text().split()[0])
+    found = count_of(page)
     assert 0 < found < 32 and page.locator("details.sample").count() == found
     page.get_by_label("reward from").fill("")
     page.get_by_label("regular expression").fill("^ maybe")
-    assert int(status.inner_text().split()[0]) < 32
+    assert 0 < count_of(page) < 32
     page.get_by_label("regular expression").fill("(")
     assert status.inner_text().startswith("No regular expression")
     page.get_by_label("regular expression").fill("")
@@ -154,7 +295,7 @@ def test_groups_stand_in_a_table_and_turns_beside_their_answer(open_page, tmp_pa
     page = open_page(write_page(tmp_path) + "#Samples")
     page.get_by_text("Groups: 2, in 1 all rewards are equal").click()
     page.get_by_role("region", name="Groups").get_by_role("button").first.click()
-    assert page.get_by_label("group", exact=True).input_value() == "1" and page.locator("details.sample").count() == 2
+    assert page.get_by_label("group", exact=True).input_value() == "1" and count_of(page) == 2
     page.locator("details.sample > summary").first.click()
     page.get_by_text("Turns (3)").click()
     assert [one.inner_text().split() for one in page.locator(".turn").all()] == [
@@ -195,16 +336,16 @@ def test_pictures_are_shown_beside_their_answer_and_none_from_elsewhere(open_pag
     page.get_by_role("tab", name="Samples").click()
     page.locator("details.sample > summary").first.click()
     pictures = page.locator("details.sample[open] .pictures img")
-    assert [one.get_attribute("alt") for one in pictures.all()] == ["Picture 1 of 2", "Picture 2 of 2"]
-    assert [one.evaluate("node => [node.naturalWidth, node.naturalHeight]") for one in pictures.all()] == [
-        [64, 64],
-        [40, 20],
-    ]
+    expect(pictures).to_have_count(2)
+    for picture, name, size in zip(pictures.all(), ("Picture 1 of 2", "Picture 2 of 2"), ((64, 64), (40, 20))):
+        assert picture.get_attribute("alt") == name
+        for side, length in zip(("naturalWidth", "naturalHeight"), size):
+            expect(picture).to_have_js_property(side, length)
     assert page.said == []
-    page.evaluate("""() => { for (const src of ["https://example.org/x.png", "x.png"])
-        document.body.append(Object.assign(document.createElement("img"), { src })); }""")
-    page.wait_for_timeout(300)
-    assert len(page.said) == 2 and all("Content Security Policy" in text for text in page.said)
+    for source in ("https://example.org/x.png", "x.png"):
+        with page.expect_console_message(lambda message: "Content Security Policy" in message.text):
+            page.evaluate("src => document.body.append(Object.assign(document.createElement('img'), { src }))", source)
+    assert len(page.said) == 2
     page.said.clear()
 
 
@@ -232,7 +373,7 @@ def test_200_000_samples_open_and_filter_on_less_than_10_mb(open_page, large):
     client = page.context.new_cdp_session(page)
     client.send("Performance.enable")
     page.goto(url + "#Samples")
-    status = page.locator("main [role=status]").first
+    status = status_of(page)
     assert status.inner_text().startswith("200,000 of 200,000 samples. It has the texts of ")
     busy = {one["name"]: one["value"] for one in client.send("Performance.getMetrics")["metrics"]}
     print(f"opened in {busy['TaskDuration']:.2f} s of the page's work")
@@ -260,8 +401,9 @@ def test_the_door_of_watch_opens_for_the_token_in_the_address_and_forgets_it(ope
     with watch.server_of(run, 0, token="right") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/"
-        page = open_page(url + "#token=wrong")
+        page = open_page(url + "#token=wrong", 390)
         page.get_by_text("This is not the token").wait_for()
+        assert fits(page) and violations(page) == []
         page.get_by_label("Token").fill("right")
         page.get_by_role("button", name="Open").click()
         page.get_by_role("tab", name="Summary").wait_for()
