@@ -12,7 +12,7 @@ import re
 from argparse import Namespace
 
 from slime.rollout.sglang_rollout import get_model_url
-from slime.utils.errors import GraderError
+from slime.utils.errors import ConfigError, GraderError
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
@@ -32,7 +32,14 @@ Think briefly, then end with one line: "Score: N", where N is a whole number fro
 async def grade(args: Namespace, sample: Sample) -> float:
     """``--custom-rm-path``: the judge's score, from 0 to 1."""
     settings = vars(args)
-    url = f"{settings['judge_url']}{PATH}" if settings.get("judge_url") else get_model_url(args, "judge", PATH)
+    if settings.get("judge_url"):
+        url = f"{settings['judge_url']}{PATH}"
+    elif "judge" in (settings.get("sglang_model_routers") or {}):
+        url = get_model_url(args, "judge", PATH)
+    else:  # the default router's model is the policy, which would judge itself
+        raise ConfigError(
+            "No judge: give judge_url in --custom-config-path, or a model named judge in --sglang-config."
+        )
     words = QUESTION.format(prompt=sample.prompt, response=sample.response, label=sample.label)
     messages = [{"role": "user", "content": words}]
     request = {

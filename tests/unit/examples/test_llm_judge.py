@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from examples.llm_judge import grade
-from slime.utils.errors import GraderError
+from slime.utils.errors import ConfigError, GraderError
 from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
 from tests.scripted_engine.server import ThreadedServer
@@ -41,10 +41,12 @@ def judge():
         yield server
 
 
-def graded(server, sample):
+def graded(server, sample, **settings):
+    settings = settings or {"judge_url": server.url, "judge_model": "mine"}
+
     async def run():
         try:
-            return await grade(Namespace(judge_url=server.url, judge_model="mine"), sample)
+            return await grade(Namespace(**settings), sample)
         finally:
             await close_http_client()
 
@@ -66,3 +68,11 @@ def test_the_last_score_of_the_judge_is_the_reward(judge):
 def test_a_judge_without_a_score_is_a_failed_grading(judge):
     with pytest.raises(GraderError, match="no line 'Score: N'"):
         graded(judge, answered(""))
+
+
+def test_the_job_s_own_judge_is_asked_and_never_the_policy(judge):
+    address = ("127.0.0.1", int(judge.url.rpartition(":")[2]))
+    assert graded(judge, answered("Rome"), sglang_model_routers={"policy": ("::1", 1), "judge": address}) == 0.8
+    assert judge.requests[0]["model"] == "judge"
+    with pytest.raises(ConfigError, match="give judge_url in --custom-config-path, or a model named judge"):
+        graded(judge, answered("Rome"), sglang_model_routers={"policy": address})
