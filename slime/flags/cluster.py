@@ -34,7 +34,7 @@ RUNTIME_FACTS = frozenset(
         *("num_rollout", "num_rollout_per_epoch", "start_rollout_id", "update_weight_start_version"),
         *("rollout_num_gpus", "rollout_num_engines", "sglang_model_routers"),
         *("sglang_router_ip", "sglang_router_port", "job_secret"),
-        *("run_folder", "tb_experiment_name", "wandb_run_id"),
+        *("run_folder", "tb_experiment_name", "wandb_run_id", "draws_bars"),
     }
 )
 """Attributes known only to the running job: None until ``record_runtime`` sets them."""

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from slime.ray.engines.fleet import EngineFleet
 
 
+def driver_bar(title: str, total: int) -> Any:
+    """Return a bar that Ray's client draws on the driver's terminal, beside what it prints."""
+    from ray.experimental import tqdm_ray
+
+    return tqdm_ray.tqdm(desc=title, total=total, unit="groups", flush_interval_s=0.0)
+
+
 class RolloutManager(EngineVerbs):
     """Owner of the engines, the data source and the rollout functions.
 
@@ -41,11 +48,14 @@ class RolloutManager(EngineVerbs):
         from slime.ray.engines.fleet import EngineFleet
         from slime.ray.engines.models import start_rollout_servers
         from slime.ray.rollout_work import RolloutWork
+        from slime.rollout.waiting import LongWait
         from slime.utils.async_utils import StallTimeout
         from slime.utils.http_utils import init_http_client
 
         configure_logger(prefix="rollout", level=level_of(args))
         self.args = args
+        if vars(args).get("draws_bars"):
+            LongWait.make_bar = driver_bar
         telemetry.start(args, "rollout manager", load_all(parts.sinks))
         StallTimeout.seconds = args.loop_stall_timeout_s
         if engines is None:  # starts in the background; wait_ready waits for it

@@ -5,6 +5,7 @@ Drivers written for upstream call similar functions in ``slime.ray.placement_gro
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -47,7 +48,7 @@ def create_rollout_manager(
     Returns:
         the manager's actor handle, and the number of rollouts per pass over the prompts (None without a data set).
     """
-    record_runtime(args, **values_of_the_run())
+    record_runtime(args, **values_of_the_run(), draws_bars=sys.stderr.isatty())
     manager = start_rollout_manager(args, pg, parts)
     watch(manager, MANAGER)
     watch_start(manager.wait_ready.remote(), "the engines to start")

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from slime.rollout.config import RolloutConfig
 from slime.rollout.engine_client import busy_engines
@@ -23,12 +23,25 @@ CANCEL_WAIT_S = 30.0
 _BAR_CELLS = 24
 
 
+class Bar(Protocol):
+    """A progress bar elsewhere."""
+
+    def update(self, n: int) -> None:
+        """Move the bar by ``n``."""
+
+    def close(self) -> None:
+        """Remove the bar."""
+
+
 class LongWait:
     """Deadline and progress line of one wait.
 
     On a terminal the line is redrawn in place.  Otherwise a new line is written every ``LINE_INTERVAL_S`` seconds, so
     short waits write nothing.
     """
+
+    make_bar: Callable[[str, int], Bar] | None = None
+    """Makes a bar on the driver's terminal from a title and a total, in the place of the line."""
 
     def __init__(
         self,
@@ -45,7 +58,10 @@ class LongWait:
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._is_terminal = self._stream.isatty()
-        self.interval_s = REDRAW_INTERVAL_S if self._is_terminal else LINE_INTERVAL_S
+        self._bar: Bar | None = None
+        self._num_drawn = 0
+        is_redrawn = self._is_terminal or type(self).make_bar is not None
+        self.interval_s = REDRAW_INTERVAL_S if is_redrawn else LINE_INTERVAL_S
         """Seconds between two lines."""
         self._start_s = clock()
         self._seconds_before = dict(SECONDS)
@@ -73,6 +89,11 @@ class LongWait:
         if self._clock() - self._shown_s < self.interval_s:
             return
         self._shown_s = self._clock()
+        if (make_bar := type(self).make_bar) is not None:
+            self._bar = self._bar or make_bar(self.title, self.total)
+            self._bar.update(done - self._num_drawn)
+            self._num_drawn = done
+            return
         rate = done / self.elapsed_s if self.elapsed_s > 0 else 0.0
         left = f", about {(self.total - done) / rate:.0f} s left" if rate > 0 and done < self.total else ""
         filled = _BAR_CELLS * min(done, self.total) // max(self.total, 1)
@@ -83,7 +104,9 @@ class LongWait:
         self._drew = True
 
     def close(self) -> None:
-        """End the line on a terminal."""
+        """End the line on a terminal, or remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
         if self._drew and self._is_terminal:
             self._stream.write("\n")
             self._stream.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from types import SimpleNamespace
 
 from slime.rollout import waiting
 from slime.rollout.waiting import LongWait, cancel_all
@@ -42,6 +43,20 @@ def test_on_a_terminal_the_line_is_redrawn_in_place():
         wait.show(done)
     wait.close()
     assert stream.getvalue().count("\r") == 3 and stream.getvalue().count("\n") == 1
+
+
+def test_a_wait_moves_a_bar_on_the_driver_s_terminal_in_place_of_lines(monkeypatch):
+    seen: list[object] = []
+    bar = SimpleNamespace(update=seen.append, close=lambda: seen.append("closed"))
+    monkeypatch.setattr(LongWait, "make_bar", lambda *what: seen.append(what) or bar)
+    stream, clock = io.StringIO(), Clock()
+    short, wait = (LongWait(title, 8, stream=stream, clock=clock) for title in ("eval", "rollout 3"))
+    short.close()
+    for done in (1, 2, 6):
+        clock.now_s += 1
+        wait.show(done)
+    wait.close()
+    assert (seen, stream.getvalue()) == ([("rollout 3", 8), 1, 1, 4, "closed"], "")
 
 
 def test_a_task_that_swallows_its_cancellation_is_named_and_left(monkeypatch, caplog):
