@@ -307,9 +307,24 @@ DEEPSEEK_V4 = Seed(
     ),
 )
 
+V4_PUBLISHED = "{base}/DeepSeek-V4-Flash"
+DEEPSEEK_V4_FP4 = replace(
+    DEEPSEEK_V4,
+    title="DeepSeek-V4-Flash as published",
+    gpu=replace(
+        DEEPSEEK_V4.gpu,
+        prepare=(
+            *DEEPSEEK_V4.gpu.prepare,
+            f"python3 -m tests.matrix.families.deepseek_v4 {V4_PUBLISHED}-bf16 {V4_PUBLISHED}",
+        ),
+        flags=f"{DEEPSEEK_V4.gpu.flags} --hf-checkpoint {V4_PUBLISHED} --sglang-moe-runner-backend marlin",
+        jobs=(Job("1 GPU, Adam on the host; colocated, experts in FP4", "", num_gpus=1, bound=1.0),),
+    ),
+)
+
 FAMILIES = {
     **{"olmo3-7b": OLMO, "gemma4-31b": GEMMA, "gemma4-26b": GEMMA_MOE, "mixtral-8x7b": MIXTRAL},
     **{"seed-oss-36b": SEED_OSS, "mistral-small-24b": MISTRAL, "nemotron3-nano-30b": NEMOTRON},
-    "deepseek-v4": DEEPSEEK_V4,
+    **{"deepseek-v4": DEEPSEEK_V4, "deepseek-v4-fp4": DEEPSEEK_V4_FP4},
     **{"kimi-k2.5": KIMI, "qwen2.5-vl-7b": QWEN_VL},
 }

@@ -237,7 +237,7 @@ def _check_layout(args: Namespace) -> None:
     if args.push_sends_model and not args.debug_rollout_only:
         problems += dict.fromkeys(own_quantization_problems(layout))
         if not args.debug_train_only:
-            problems += dict.fromkeys(repacking_problems(layout, gpu=_gpu_generation()))
+            problems += dict.fromkeys(repacking_problems(layout, gpu=_gpu_generation(), can_undo=bool(args.weight_loaders)))
     if args.offload_train_if_needed:
         problems += share_problems(layout)
     if args.rollout_top_p != 1.0:
@@ -406,12 +406,13 @@ def own_quantization_problems(layout: SGLangConfig) -> Iterator[str]:
                     )
 
 
-def repacking_problems(layout: SGLangConfig, *, gpu: int) -> Iterator[str]:
+def repacking_problems(layout: SGLangConfig, *, gpu: int, can_undo: bool) -> Iterator[str]:
     """Yield settings with which engines would irreversibly repack DeepSeek-V4's published form after loading: FP4
     experts and one-byte scales.
 
     Args:
         gpu: major compute capability of the engines' GPUs; 0 on a CPU or if unknown.
+        can_undo: engines start with loaders that undo Marlin's repacking for a push.
     """
     for model in layout.models:
         has_fp4 = _has_fp4(model.model_path) if model.update_weights else None
@@ -420,7 +421,7 @@ def repacking_problems(layout: SGLangConfig, *, gpu: int) -> Iterator[str]:
         for group in model.server_groups:
             if group.worker_type in ("encoder", "placeholder"):
                 continue
-            for name, what, allowed in _repackers(group, gpu, has_fp4=has_fp4):
+            for name, what, allowed in _repackers(group, gpu, has_fp4=has_fp4, can_undo=can_undo):
                 yield (
                     f"{_BACKENDS[name]} (or the override {name} in --sglang-config) is {group.setting(name)!r}, "
                     f"with which SGLang repacks {what} of {model.model_path} after the load: no push finds a place "
@@ -451,12 +452,14 @@ _BACKENDS = {
 """Field of ServerArgs -> its flag."""
 
 
-def _repackers(group: ServerGroupConfig, gpu: int, *, has_fp4: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield each setting that makes SGLang 0.5.15 repack something: its field, what is repacked, the allowed value."""
+def _repackers(
+    group: ServerGroupConfig, gpu: int, *, has_fp4: bool, can_undo: bool
+) -> Iterator[tuple[str, str, str]]:
+    """Yield each setting that makes SGLang 0.5.15 repack something for good: field, what is repacked, allowed value."""
     runner, exchange, gemm = (group.setting(name) for name in _BACKENDS)
-    tiles = runner in ("marlin", "flashinfer_mxfp4") or (runner == "auto" and gpu == WORKSTATION_BLACKWELL)
-    if has_fp4 and tiles:
-        yield "moe_runner_backend", "FP4 experts", "triton"
+    is_marlin = runner == "marlin" or (runner == "auto" and gpu == WORKSTATION_BLACKWELL)
+    if has_fp4 and (runner == "flashinfer_mxfp4" or (is_marlin and not can_undo)):
+        yield "moe_runner_backend", "FP4 experts", "marlin with --weight-push verified"
     if has_fp4 and exchange == "megamoe":
         yield "moe_a2a_backend", "FP4 experts", "none"
     if gpu != BLACKWELL:  # on other GPUs DeepGEMM reads the scales as they are

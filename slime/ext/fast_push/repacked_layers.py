@@ -197,7 +197,8 @@ def watch_repacking(model: nn.Module) -> None:
     vars(model)[_LAYERS] = found
     names = {module: name for name, module in model.named_modules()}
     for method in {getattr(module, "quant_method", None) for module in names}:
-        config = getattr(method, "quant_config", None)
+        # SGLang's methods for FP4 experts wrap the method that has the config.
+        config = getattr(getattr(method, "_fp8", method), "quant_config", None)
         if config is not None and config.get_name() in _PUSHED:
             vars(method)[_STEP] = functools.partial(_watched_step, getattr(method, _STEP), found, names)
 

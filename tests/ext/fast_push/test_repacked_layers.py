@@ -35,11 +35,22 @@ class Method:
         self.step(layer)
 
 
+class Wrapper:
+    """As SGLang's methods for FP4 experts: the config is in the method that it wraps."""
+
+    def __init__(self, step: Step) -> None:
+        self._fp8 = Method(step)
+        self.scale = None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self._fp8.process_weights_after_loading(layer)
+
+
 class Model(nn.Module):
-    def __init__(self, step: Step, *, is_quantized: bool = True) -> None:
+    def __init__(self, step: Step, *, is_quantized: bool = True, method: type[Any] = Method) -> None:
         super().__init__()
         self.proj = nn.Module()
-        self.proj.quant_method = Method(step)
+        self.proj.quant_method = method(step)
         if not is_quantized:
             self.proj.quant_method.quant_config = None
         self.proj.register_parameter("bias", None)
@@ -54,9 +65,9 @@ class Model(nn.Module):
             parameter.weight_loader(parameter.data, tensor)
 
 
-def start(step: Step, seed: int = 0) -> Model:
+def start(step: Step, seed: int = 0, method: type[Any] = Method) -> Model:
     """As SGLang's loader."""
-    model = Model(step)
+    model = Model(step, method=method)
     load(model, seed)
     return model
 
@@ -94,9 +105,18 @@ def served(model: Model) -> dict[str, Tensor]:
     return held | {name: v.clone() for name, v in vars(model.proj).items() if isinstance(v, Tensor)}
 
 
-@pytest.mark.parametrize("step", [transpose, tile, in_place])
-def test_a_layer_is_repacked_with_other_weights_where_it_lies(step: Step) -> None:
-    model, wanted = start(step), served(start(step, seed=1))
+def tile_with_new_scales(layer: nn.Module) -> None:
+    """As Marlin's FP4: served scales are further parameters, beside the loaded ones."""
+    tile(layer)
+    layer.served_scale = fresh(layer.weight_scale.half())
+
+
+@pytest.mark.parametrize(
+    ("step", "method"),
+    [(transpose, Method), (tile, Method), (in_place, Method), (tile_with_new_scales, Wrapper)],
+)
+def test_a_layer_is_repacked_with_other_weights_where_it_lies(step: Step, method: type[Any]) -> None:
+    model, wanted = start(step, method=method), served(start(step, seed=1, method=method))
     addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
     assert has_repacked_layers(model) and refusal(model) == ""
     for _ in range(2):

@@ -1,4 +1,7 @@
-"""DeepSeek-V4: three kinds of attention, four residual streams, experts chosen by a table and by scores."""
+"""DeepSeek-V4: three kinds of attention, four residual streams, experts chosen by a table and by scores.
+
+    python -m tests.matrix.families.deepseek_v4 SOURCE TARGET     write a folder in bf16 as the model is published
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import itertools
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,3 +221,6 @@ QUANTIZED = replace(
     about="the same in whole blocks of FP8, for the form in which it is published",
 )
 CASES = (CASE, ENGINE, QUANTIZED)
+
+if __name__ == "__main__":
+    publish(*map(Path, sys.argv[1:]))

@@ -141,7 +141,7 @@ RUNNER, EXCHANGE, GEMM = "moe_runner_backend", "moe_a2a_backend", "fp8_gemm_runn
     [
         (0, torch.int8, {}, {}, []),
         (9, torch.int8, {}, {}, []),
-        (9, torch.int8, {RUNNER: "marlin"}, {}, ["--sglang-moe-runner-backend .*'marlin'.* FP4 experts.*is triton"]),
+        (9, torch.int8, {RUNNER: "marlin"}, {}, ["--sglang-moe-runner-backend .*'marlin'.* FP4 experts.*is marlin with --weight-push verified"]),
         (9, torch.int8, {}, {RUNNER: "flashinfer_mxfp4"}, ["override moe_runner_backend .*'flashinfer_mxfp4'"]),
         (9, torch.int8, {RUNNER: "marlin"}, {RUNNER: "triton"}, []),
         (9, torch.int8, {EXCHANGE: "megamoe"}, {}, ["--sglang-moe-a2a-backend .*'megamoe'.*is none"]),
@@ -165,10 +165,22 @@ def test_engines_that_would_repack_a_published_form_for_good_are_refused(
     for is_pushed in (True, False):
         model = ModelConfig(name="default", model_path=path, update_weights=is_pushed, server_groups=(group,))
         layout = SGLangConfig(models=(model,))
-        problems = list(repacking_problems(layout, gpu=gpu))
+        problems = list(repacking_problems(layout, gpu=gpu, can_undo=False))
         assert len(problems) == (len(found) if is_pushed else 0), problems
         for problem, pattern in zip(problems, found):
             assert re.search(pattern, problem) and path in problem, problem
+
+
+@pytest.mark.parametrize(("gpu", "runner", "num_found"), [(9, "marlin", 0), (12, "auto", 0), (9, "flashinfer_mxfp4", 1)])
+def test_engines_that_can_undo_the_repacking_may_serve_fp4_experts_with_marlin(tmp_path, gpu, runner, num_found):
+    group = ServerGroupConfig(
+        worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides={},
+        of_flags={RUNNER: runner, EXCHANGE: "none", GEMM: "auto"},
+    )  # fmt: skip
+    path = write_published(tmp_path, torch.int8)
+    model = ModelConfig(name="default", model_path=path, update_weights=True, server_groups=(group,))
+    problems = list(repacking_problems(SGLangConfig(models=(model,)), gpu=gpu, can_undo=True))
+    assert len(problems) == num_found, problems
 
 
 def test_each_group_of_engines_is_judged_by_its_own_size_and_overrides():
