@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from examples.tiny_arithmetic.tokenizer import VOCAB_SIZE
 from tests.seeds.recipes import (
     COLOCATED,
     CPU_SIZES,
@@ -76,6 +77,21 @@ GEMMA = Seed(
         flags=f"{GPU_FLAGS} --tensor-model-parallel-size 2",
         # Its scores are not divided by the width of a head: bf16 alone moves transformers' log-probs by .053.
         jobs=(Job("TP2 SP; colocated, an engine of TP2", COLOCATED, bound=0.1),),
+    ),
+)
+
+GEMMA_SMALL_SIZES = {"vocab_size_per_layer_input": VOCAB_SIZE}
+GEMMA_SMALL = replace(
+    GEMMA,
+    title="Gemma-4-E4B's layers, by the recipe of 31B",
+    family="gemma4-small",
+    cpu=replace(GEMMA.cpu, sizes={**GEMMA.cpu.sizes, **GEMMA_SMALL_SIZES}),
+    gpu=replace(
+        GEMMA.gpu,
+        sizes={
+            **{name: size for name, size in GEMMA.gpu.sizes.items() if name != "num_global_key_value_heads"},
+            **{"hidden_size_per_layer_input": 64, **GEMMA_SMALL_SIZES},
+        },
     ),
 )
 
@@ -323,8 +339,8 @@ DEEPSEEK_V4_FP4 = replace(
 )
 
 FAMILIES = {
-    **{"olmo3-7b": OLMO, "gemma4-31b": GEMMA, "gemma4-26b": GEMMA_MOE, "mixtral-8x7b": MIXTRAL},
-    **{"seed-oss-36b": SEED_OSS, "mistral-small-24b": MISTRAL, "nemotron3-nano-30b": NEMOTRON},
+    **{"olmo3-7b": OLMO, "mixtral-8x7b": MIXTRAL, "seed-oss-36b": SEED_OSS, "mistral-small-24b": MISTRAL},
+    **{"gemma4-31b": GEMMA, "gemma4-e4b": GEMMA_SMALL, "gemma4-26b": GEMMA_MOE},
     **{"deepseek-v4": DEEPSEEK_V4, "deepseek-v4-fp4": DEEPSEEK_V4_FP4},
-    **{"kimi-k2.5": KIMI, "qwen2.5-vl-7b": QWEN_VL},
+    **{"nemotron3-nano-30b": NEMOTRON, "kimi-k2.5": KIMI, "qwen2.5-vl-7b": QWEN_VL},
 }
