@@ -237,7 +237,9 @@ def _check_layout(args: Namespace) -> None:
     if args.push_sends_model and not args.debug_rollout_only:
         problems += dict.fromkeys(own_quantization_problems(layout))
         if not args.debug_train_only:
-            problems += dict.fromkeys(repacking_problems(layout, gpu=_gpu_generation(), can_undo=bool(args.weight_loaders)))
+            problems += dict.fromkeys(
+                repacking_problems(layout, gpu=_gpu_generation(), can_undo=bool(args.weight_loaders))
+            )
     if args.offload_train_if_needed:
         problems += share_problems(layout)
     if args.rollout_top_p != 1.0:
@@ -452,10 +454,8 @@ _BACKENDS = {
 """Field of ServerArgs -> its flag."""
 
 
-def _repackers(
-    group: ServerGroupConfig, gpu: int, *, has_fp4: bool, can_undo: bool
-) -> Iterator[tuple[str, str, str]]:
-    """Yield each setting that makes SGLang 0.5.15 repack something for good: field, what is repacked, allowed value."""
+def _repackers(group: ServerGroupConfig, gpu: int, *, has_fp4: bool, can_undo: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield each setting with which SGLang 0.5.15 repacks something for good: its field, what, the allowed value."""
     runner, exchange, gemm = (group.setting(name) for name in _BACKENDS)
     is_marlin = runner == "marlin" or (runner == "auto" and gpu == WORKSTATION_BLACKWELL)
     if has_fp4 and (runner == "flashinfer_mxfp4" or (is_marlin and not can_undo)):

@@ -2,7 +2,7 @@
 
 * every answer names its engine;
 * pausing returns as soon as aborted requests have finished;
-* scales that weight pushes do not carry survive a sleep;
+* scales and constants that weight pushes do not carry survive a sleep;
 * decoding with Triton attends to the whole window;
 * sampling kernels are built before an engine serves;
 * encoders accept token ids with images, as they accept text; a flush also drops image features; and requests with
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from importlib.util import find_spec
 from typing import Any
@@ -37,8 +37,11 @@ from slime.utils.net import format_host_port
 logger = logging.getLogger(__name__)
 
 _OWN_SCALE = re.compile(r"(^|[._])(k_scale|v_scale|input_scale|input_scale_inv)$")
-_OWN_SCALES = "slime_own_scales"
+_UNPUSHED = "slime_unpushed"
 """Key in the state that SGLang keeps of a sleeping model."""
+MAX_CONSTANT_BYTES = 2**20
+"""Size of the largest attribute that is kept.  Larger ones (``w_kc`` and ``w_vc`` of latent attention) are made from
+weights after every load."""
 PAUSE_LOOK_S = 0.01
 """Seconds between checks whether aborted requests have ended; after one second, SGLang's own wait takes over."""
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
@@ -55,8 +58,8 @@ def register() -> None:
     """Register the hooks of the core and of model families in this process; further calls have no effect."""
     register_hooks(
         (
-            (f"{_SLEEP}._export_static_state", _keep_own_scales, "around"),
-            (f"{_SLEEP}._import_static_state", _restore_own_scales, "around"),
+            (f"{_SLEEP}._export_static_state", _keep_unpushed, "around"),
+            (f"{_SLEEP}._import_static_state", _restore_unpushed, "around"),
             (f"{_MEMORY}.pause", _wait_for_kernels, "before"),
             (f"{_BATCH_INFO}.apply_logits_bias", _leave_a_token, "after"),
             (f"{_TOKENIZER_MANAGER}.generate_request", _generate, "around"),
@@ -84,13 +87,27 @@ def is_own_scale(name: str) -> bool:
     return _OWN_SCALE.search(name) is not None
 
 
-def _keep_own_scales(original: Callable[..., dict[str, Any]], model: torch.nn.Module) -> dict[str, Any]:
-    """Save the engine's own scales with the buffers while the memory of weights is released.
+def _keep_unpushed(original: Callable[..., dict[str, Any]], model: torch.nn.Module) -> dict[str, Any]:
+    """Save what pushes do not restore with the buffers while the memory of weights is released."""
+    return {**original(model), _UNPUSHED: [(tensor, tensor.clone()) for tensor in _unpushed(model)]}
 
-    Pushes do not restore them, and latent attention divides keys by ``k_scale``.
+
+def _restore_unpushed(original: Callable[..., None], model: torch.nn.Module, state: dict[str, Any]) -> None:
+    original(model, state)
+    with torch.inference_mode():
+        for tensor, saved in state[_UNPUSHED]:
+            tensor.copy_(saved)
+
+
+def _unpushed(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the engine's own scales, by which latent attention divides keys, and constants that modules hold outside
+    of parameters and buffers, by which Gemma 4's E forms scale the inputs of each layer.
     """
-    scales = {name: p.detach().clone() for name, p in model.named_parameters() if is_own_scale(name)}
-    return {**original(model), _OWN_SCALES: scales}
+    yield from (parameter.data for name, parameter in model.named_parameters() if is_own_scale(name))
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and value.nbytes <= MAX_CONSTANT_BYTES:
+                yield value.detach()
 
 
 def _wait_for_kernels(*_: Any) -> None:
@@ -124,13 +141,6 @@ def whole_window(result: None, backend: Any, *args: Any, **options: Any) -> None
     """
     if backend.sliding_window_size is not None and backend.sliding_window_size > 0:
         backend.sliding_window_size += 1
-
-
-def _restore_own_scales(original: Callable[..., None], model: torch.nn.Module, state: dict[str, Any]) -> None:
-    original(model, state)
-    with torch.inference_mode():
-        for name, scale in state[_OWN_SCALES].items():
-            model.get_parameter(name).copy_(scale)
 
 
 def _leave_a_token(result: None, info: Any, logits: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """DeepSeek-V4: three kinds of attention, four residual streams, experts chosen by a table and by scores.
 
-    python -m tests.matrix.families.deepseek_v4 SOURCE TARGET     write a folder in bf16 as the model is published
+python -m tests.matrix.families.deepseek_v4 SOURCE TARGET     write a folder in bf16 as the model is published
 """
 
 from __future__ import annotations

@@ -141,7 +141,13 @@ RUNNER, EXCHANGE, GEMM = "moe_runner_backend", "moe_a2a_backend", "fp8_gemm_runn
     [
         (0, torch.int8, {}, {}, []),
         (9, torch.int8, {}, {}, []),
-        (9, torch.int8, {RUNNER: "marlin"}, {}, ["--sglang-moe-runner-backend .*'marlin'.* FP4 experts.*is marlin with --weight-push verified"]),
+        (
+            9,
+            torch.int8,
+            {RUNNER: "marlin"},
+            {},
+            ["--sglang-moe-runner-backend .*'marlin'.* FP4 experts.*-push verified"],
+        ),
         (9, torch.int8, {}, {RUNNER: "flashinfer_mxfp4"}, ["override moe_runner_backend .*'flashinfer_mxfp4'"]),
         (9, torch.int8, {RUNNER: "marlin"}, {RUNNER: "triton"}, []),
         (9, torch.int8, {EXCHANGE: "megamoe"}, {}, ["--sglang-moe-a2a-backend .*'megamoe'.*is none"]),
@@ -171,7 +177,9 @@ def test_engines_that_would_repack_a_published_form_for_good_are_refused(
             assert re.search(pattern, problem) and path in problem, problem
 
 
-@pytest.mark.parametrize(("gpu", "runner", "num_found"), [(9, "marlin", 0), (12, "auto", 0), (9, "flashinfer_mxfp4", 1)])
+@pytest.mark.parametrize(
+    ("gpu", "runner", "num_found"), [(9, "marlin", 0), (12, "auto", 0), (9, "flashinfer_mxfp4", 1)]
+)
 def test_engines_that_can_undo_the_repacking_may_serve_fp4_experts_with_marlin(tmp_path, gpu, runner, num_found):
     group = ServerGroupConfig(
         worker_type="regular", num_gpus=1, num_gpus_per_engine=1, overrides={},

@@ -22,9 +22,10 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager  # noqa: E402
 from sglang.srt.utils.aio_rwlock import RWLock  # noqa: E402
 
 from slime.backends.sglang_utils.sglang_plugin import (  # noqa: E402
-    _keep_own_scales,
+    MAX_CONSTANT_BYTES,
+    _keep_unpushed,
     _pause,
-    _restore_own_scales,
+    _restore_unpushed,
     build_sampling_kernels,
     whole_window,
 )
@@ -73,18 +74,21 @@ def test_a_pause_ends_when_aborted_requests_have(is_hooked: bool, monkeypatch: p
     assert (1.0 in slept) is not is_hooked
 
 
-def test_scales_that_no_push_brings_outlast_a_sleep() -> None:
+def test_what_no_push_restores_survives_a_sleep() -> None:
     model = torch.nn.Module()
     model.attn = torch.nn.Module()
     model.attn.k_scale = torch.nn.Parameter(torch.tensor(1.0), requires_grad=False)
     model.attn.weight = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     model.attn.register_buffer("table", torch.ones(3))
-    state = _keep_own_scales(_export_static_state, model)
-    for tensor in (*model.parameters(), *model.buffers()):
+    model.attn.factor = torch.tensor(0.5)  # as in Gemma 4's E forms: neither parameter nor buffer
+    model.attn.w_kc = torch.ones(MAX_CONSTANT_BYTES // 4 + 1)
+    state = _keep_unpushed(_export_static_state, model)
+    for tensor in (*model.parameters(), *model.buffers(), model.attn.factor, model.attn.w_kc):
         tensor.data.fill_(float("nan"))
-    _restore_own_scales(_import_static_state, model, state)
+    _restore_unpushed(_import_static_state, model, state)
     assert model.attn.k_scale == 1.0 and model.attn.table.tolist() == [1.0] * 3
-    assert model.attn.weight.isnan().all()  # the push brings it
+    assert model.attn.factor == 0.5
+    assert model.attn.weight.isnan().all() and model.attn.w_kc.isnan().all()  # the push brings them
 
 
 @pytest.mark.parametrize(("given", "seen"), [(4, 5), (None, None), (-1, -1)])
