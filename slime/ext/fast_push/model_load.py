@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from slime.ext.fast_push.kept_tensors import restore_kept
 from slime.ext.fast_push.kernels.tables import CopyTable, DigestTable
 from slime.ext.fast_push.load_plan import LoadPlan, PlannedItem, entries_to_load
 from slime.ext.fast_push.load_trace import trace_load
@@ -168,6 +169,7 @@ class ModelLoad:
         self._held = HeldTensors(manifest, plan.groups)
         self._loaded, self._pending = set(), []
         with torch.no_grad():
+            restore_kept(self.model, manifest.kept)
             for fill in plan.fills:
                 fill.target.copy_(fill.value)
             fill_parameters_with_nan(self.model, plan.unaccounted)

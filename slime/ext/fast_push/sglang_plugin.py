@@ -1,4 +1,6 @@
-"""Hooks in SGLang's processes that allow pushes to layers that SGLang repacks; see ``repacked_layers``."""
+"""Hooks in SGLang's processes for pushes to layers that SGLang repacks (``repacked_layers``) and to engines that have
+slept (``kept_tensors``).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ from typing import Any
 import torch
 
 from slime.backends.sglang_utils.hooks import register_hooks
+from slime.ext.fast_push.kept_tensors import note_sleep
 from slime.ext.fast_push.repacked_layers import reload, watch_repacking
 
 _LOADER = "sglang.srt.model_loader.loader"
+_SLEEP = "sglang.srt.managers.scheduler_components.weight_updater"
 
 
 def register() -> None:
@@ -18,6 +22,7 @@ def register() -> None:
         (
             (f"{_LOADER}._initialize_model", _watch, "after"),
             (f"{_LOADER}.DefaultModelLoader.load_weights_and_postprocess", reload, "around"),
+            (f"{_SLEEP}._import_static_state", note_sleep, "after"),
         )
     )
 

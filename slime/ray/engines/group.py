@@ -161,8 +161,9 @@ class EngineGroup:
         overrides = self.extra_overrides | dict(self.config.overrides)
         if self.args.offload_rollout and not self.needs_offload:
             overrides.setdefault("enable_memory_saver", False)
-        if self.needs_offload and not self.takes_updates:
-            overrides.setdefault("enable_weights_cpu_backup", True)  # no push restores the weights that it releases
+        if self.needs_offload and not (self.takes_updates and self.weight_loaders):
+            # No push restores all weights that it releases; slime's loaders read the rest from the checkpoint again.
+            overrides.setdefault("enable_weights_cpu_backup", True)
         for rank in ranks:
             position = self.gpu_offset + rank * self.gpus_per_actor
             self.all_engines[rank] = start_engine_actor(

@@ -242,12 +242,12 @@ def test_weights_that_no_push_brings_back_are_kept_while_the_memory_is_released(
     monkeypatch.setattr(
         group_module, "allocate_addresses", lambda *_, **__: [EngineAddress(host="h", port=1, nccl_port=2)]
     )
-    for takes_updates, is_shared in itertools.product((True, False), repeat=2):
+    for takes_updates, is_shared, loaders in itertools.product((True, False), (True, False), (("loader",), ())):
         group = make_group(takes_updates=takes_updates)
-        group.args.offload_rollout, group.needs_offload = True, is_shared
+        group.args.offload_rollout, group.needs_offload, group.weight_loaders = True, is_shared, loaders
         assert EngineGroup._launch(group, [0], register=True) == ["ref"]
     kept = [given["sglang_overrides"].get("enable_weights_cpu_backup") for given in started]
-    assert kept == [None, None, True, None]
+    assert kept == [None, True, None, None, True, True, None, None]
 
 
 def test_drop_goes_on_without_it_until_none_is_left():
