@@ -7,7 +7,7 @@ DEVICE ?= $(shell scripts/device.sh)
 export PYTHONDONTWRITEBYTECODE :=
 
 # `make docs` builds the site of docs/ into site/.
-.PHONY: docs test-dist demo demo-real real-checks test faults simulate chaos matrix families algorithms push-matrix seeds golden golden-core install browser check
+.PHONY: docs test-dist demo demo-real real-checks test faults simulate chaos matrix families algorithms push-matrix seeds golden golden-core install browser trackers check
 
 demo: install
 	@DEVICE=$(DEVICE) scripts/demo.sh
@@ -22,7 +22,7 @@ WORKERS ?= 2
 MARKS = not gpu and not faults and not real
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m "$(MARKS)" --durations=10
 test: MARKS += and not whole
-test: install browser
+test: install browser trackers
 	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SUITE)
 
 # The suite has these files of tests/dist, and nothing marked `whole`; all take longer than the suite.  Folders
@@ -103,3 +103,8 @@ install:
 # For tests of the report; they are skipped where it cannot be had.
 browser: install
 	@scripts/browser.sh || true
+
+# For tests of trackers that no lock has; they are skipped where these cannot be had.
+trackers: install
+	@[ .venv/trackers -nt requirements/trackers.txt ] || { .venv/bin/python -m pip install --quiet --no-deps --upgrade \
+		--target .venv/trackers -r requirements/trackers.txt && touch .venv/trackers; } || true

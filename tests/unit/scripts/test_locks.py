@@ -63,7 +63,9 @@ def test_a_lock_has_what_pyproject_asks_for(device, lock):
 
 
 def test_what_tests_alone_need_is_pinned_beside_the_lock():
-    assert faults(of_extras("mcp", "browser"), CPU | pins("extras.txt", "browser.txt")) == []
+    files = ("extras.txt", "browser.txt", "trackers.txt")
+    lock = CPU | {name: version for file in files for name, version in pins(file).items()}
+    assert faults(of_extras("mcp", "browser", "trackio", "mlflow"), lock) == []
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
