@@ -244,9 +244,9 @@ BATCHES = (
         says=("--n-samples-per-prompt 1", "grpo", "every advantage is 0", "--disable-rewards-normalization"),
     ),
     Broken(
-        mistake="a number of answers that is forgotten",
-        without=("--n-samples-per-prompt",),
-        flags="--global-batch-size 32 --advantage-estimator examples.custom_estimator.rloo.rloo",
+        mistake="groups of one answer, and an estimator of one's own",
+        flags="--n-samples-per-prompt 1 --global-batch-size 32 "
+        "--advantage-estimator examples.custom_estimator.rloo.rloo",
         says=("--n-samples-per-prompt 1", "rloo", "every advantage is 0"),
     ),
     Broken(
