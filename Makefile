@@ -106,5 +106,5 @@ browser: install
 
 # For tests of trackers that no lock has; they are skipped where these cannot be had.
 trackers: install
-	@[ .venv/trackers -nt requirements/trackers.txt ] || { .venv/bin/python -m pip install --quiet --no-deps --upgrade \
+	@[ .venv/trackers -nt requirements/trackers.txt ] || { timeout 180 .venv/bin/python -m pip install --quiet --no-deps --upgrade \
 		--target .venv/trackers -r requirements/trackers.txt && touch .venv/trackers; } || true
