@@ -12,6 +12,7 @@ from slime.flags.cluster import add_cluster_arguments
 from slime.flags.config import FlagConfig
 from slime.flags.data import add_eval_arguments
 from slime.flags.group import FlagGroup
+from slime.flags.kinds import file_path
 from slime.flags.reward import add_reward_arguments
 from slime.flags.rollout import add_rollout_arguments
 
@@ -37,6 +38,13 @@ def add_observability_arguments(parser: argparse.ArgumentParser) -> None:
         "--wandb-always-use-train-step",
         action="store_true",
         help="Use optimizer steps, not rollouts, as the x axis of trackers.",
+    )
+    metrics.add_argument(
+        "--tensorboard-dir",
+        type=file_path,
+        metavar="DIR",
+        help="Folder for TensorBoard files and profiles; the variable TENSORBOARD_DIR overrides it for the former. "
+        "Default: tensorboard_log/PROJECT/EXPERIMENT, and profile.",
     )
     metrics.add_argument("--log-multi-turn", action="store_true", help="Log metrics of the turns within a response.")
     metrics.add_argument(

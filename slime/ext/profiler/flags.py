@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from slime.flags.config import FlagConfig
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path, non_negative_int, positive_int
+from slime.flags.observability import add_observability_arguments
 
 
 def add_profiler_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +31,6 @@ def add_profiler_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile-step-end", type=non_negative_int, default=12, help="Stop profiling before this rollout."
     )
     group.add_argument(
-        "--tensorboard-dir", type=file_path, metavar="DIR", help="Folder for profiles. Default: profile."
-    )
-    group.add_argument(
         "--memory-recorder", choices=["torch", "memray"], default="torch", help="Recorder of GPU allocations."
     )
     group.add_argument(
@@ -45,7 +43,7 @@ def add_profiler_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileConfig(FlagConfig, flags=(add_profiler_arguments,)):
+class ProfileConfig(FlagConfig, flags=(add_profiler_arguments, add_observability_arguments)):
     """Profiles and memory snapshots of the trainer."""
 
     use_pytorch_profiler: bool

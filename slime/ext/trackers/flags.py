@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from slime.flags.config import FlagConfig
 from slime.flags.group import FlagGroup
 from slime.flags.kinds import file_path, http_url
-from slime.flags.observability import wandb_name
+from slime.flags.observability import add_observability_arguments, wandb_name
 from slime.flags.security import secret_of_file
 from slime.utils import env
 
@@ -71,7 +71,7 @@ def add_tracker_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackersConfig(FlagConfig, flags=(add_tracker_arguments,)):
+class TrackersConfig(FlagConfig, flags=(add_tracker_arguments, add_observability_arguments)):
     """Settings of the trackers."""
 
     wandb_mode: str | None
@@ -84,6 +84,7 @@ class TrackersConfig(FlagConfig, flags=(add_tracker_arguments,)):
     wandb_random_suffix: bool
     tb_project_name: str | None
     tb_experiment_name: str | None
+    tensorboard_dir: str | None
     trackio_project: str
     mlflow_uri: str | None
     mlflow_experiment: str

@@ -159,7 +159,8 @@ def _table_row(sample: Any) -> list[Any]:
 class TensorboardSink(_Tracker):
     """A writer of each number of a record as a scalar.  Plug-ins make one of ``args`` and call ``log(data=, step=)``.
 
-    Its folder is ``TENSORBOARD_DIR``, else ``tensorboard_log/{--tb-project-name}/{--tb-experiment-name or run id}``.
+    Its folder is ``TENSORBOARD_DIR``, else ``--tensorboard-dir``, else
+    ``tensorboard_log/{--tb-project-name}/{--tb-experiment-name or run id}``.
     """
 
     def _open(self) -> None:
@@ -167,7 +168,8 @@ class TensorboardSink(_Tracker):
 
         project = self._config.tb_project_name or "slime"
         run = self._config.tb_experiment_name or self._run_id or time.strftime("%Y%m%d-%H%M%S")
-        folder = env.get_str("TENSORBOARD_DIR") or f"tensorboard_log/{project}/{run}"
+        own = env.get_str("TENSORBOARD_DIR") or self._config.tensorboard_dir
+        folder = own or f"tensorboard_log/{project}/{run}"
         self._writer = SummaryWriter(folder, flush_secs=10)
 
     def log(

@@ -95,6 +95,16 @@ def test_a_plug_in_writes_to_tensorboard_with_its_own_step(tmp_path, monkeypatch
     assert scalars_of(tmp_path / "own") == {"buffer/size": [(2, 3.0)]}
 
 
+def test_tensorboard_dir_is_the_folder_unless_the_variable_names_another(tmp_path, monkeypatch):
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    for folder in ("flag", "variable"):
+        adapter = _TensorboardAdapter(Namespace(tensorboard_dir=str(tmp_path / "flag")))
+        adapter.log(data={"buffer/size": 3}, step=2)
+        adapter.close()
+        assert scalars_of(tmp_path / folder) == {"buffer/size": [(2, 3.0)]}
+        monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "variable"))
+
+
 @pytest.mark.slow
 def test_wandb_offline_has_metrics_config_and_the_samples_as_a_table(tmp_path):
     import wandb
