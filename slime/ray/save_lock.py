@@ -101,8 +101,8 @@ class SaveLock:
             os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
         except BlockingIOError:
             raise ConfigError(
-                f"{flag} {folder} belongs to a running job: {self._holder()}. Two jobs would overwrite each other's "
-                f"files; wait until it ends, stop it, or give another {flag}."
+                f"{flag} {folder} belongs to a running job: {self._holder() or 'one that is just starting'}. Two jobs "
+                f"would overwrite each other's files; wait until it ends, stop it, or give another {flag}."
             ) from None
         except OSError as error:
             raise ConfigError(f"{flag} {folder} cannot be written ({error.strerror}); give another folder.") from error

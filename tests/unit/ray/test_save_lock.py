@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -42,6 +43,13 @@ def test_the_second_job_is_refused_and_names_the_first(tmp_path, other_job):
     with pytest.raises(ConfigError, match=rf"--save .*{socket.gethostname()}, pid {other_job.pid}, started 2"):
         SaveLock(tmp_path)
     assert (tmp_path / LOCK_FILE).read_bytes() == before
+
+
+def test_a_job_that_holds_the_lock_and_has_not_yet_written_its_name_is_said_to_be_starting(tmp_path):
+    with open(tmp_path / LOCK_FILE, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="belongs to a running job: one that is just starting"):
+            SaveLock(tmp_path)
 
 
 def test_the_lock_of_a_killed_job_is_taken_over_and_said(tmp_path, other_job, caplog):
