@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slime.utils.safe_pickle import read_torch_file
+from tests.dist.critic_case import PPO, my_share, start_critic
 from tests.dist.trainer_case import LENGTHS, cut, make_args, make_train_data, run_workers, start_worker, write_model
 
 pytestmark = pytest.mark.dist
@@ -66,3 +67,25 @@ def test_all_layouts_write_the_same_samples(tmp_path):
             for column in columns:
                 wanted = dumps["DP2"]["samples"][position][column]
                 torch.testing.assert_close(sample[column], wanted, atol=2e-5, rtol=2e-5, msg=f"{name} {column}")
+
+
+def train_critic(rank: int, world_size: int, port: int, hf: str, folder: str) -> None:
+    flags = ("--actor-num-gpus-per-node", world_size, "--context-parallel-size", world_size, *PPO)
+    flags += ("--num-critic-only-steps", 1, "--save-debug-train-data", f"{folder}/{{rollout_id}}.pt")
+    args = make_args(Path(hf), *flags)
+    critic = start_critic(args, rank, world_size, port)
+    for rollout_id in (0, 1):
+        critic.train(rollout_id, my_share(args, critic))
+
+
+def test_the_critic_writes_the_rollouts_that_train_it_alone_and_leaves_the_others_to_the_actor(tmp_path):
+    write_model(tmp_path / "hf")
+    run_workers(train_critic, 2, str(tmp_path / "hf"), str(tmp_path), timeout_s=250)
+    assert not (tmp_path / "1.pt").exists()
+    samples = read_torch_file(tmp_path / "0.pt")["samples"]
+    assert [sample["tokens"].tolist() for sample in samples] == make_train_data()["tokens"]
+    for sample, (_, response) in zip(samples, LENGTHS, strict=True):
+        assert sample["values"].shape == (response,)
+        end = sample["loss_masks"].nonzero()[-1:]  # nothing follows the last trained token but the reward
+        returns = torch.full((len(end), 1), sample["rewards"])
+        torch.testing.assert_close(sample["returns"][end], returns, atol=1e-5, rtol=1e-5)

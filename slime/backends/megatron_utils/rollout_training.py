@@ -143,11 +143,14 @@ class RolloutTraining:
         data.update(self._forward(rollout_id, get_values, data, iterators, ""))
         compute_advantages_and_returns(self.args, data, ())
         metrics = train_metrics.value_metrics(data)
-        if rollout_id < self.args.num_critic_only_steps:  # the actor, which logs the other rollouts, does not get it
+        is_alone = rollout_id < self.args.num_critic_only_steps  # the actor, which logs the others, does not get it
+        if is_alone:
             metrics |= self._rollout_metrics(data)
         self._reports.rollout(rollout_id, metrics)
         with span("actor_train", rollout=rollout_id):
             self.take_steps(rollout_id, data, iterators, "value_loss")
+        if is_alone and self.args.save_debug_train_data:
+            dump_train_data(self.args.save_debug_train_data, rollout_id, data, self._token_columns)
         self._record_weights(rollout_id)
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
             return None
