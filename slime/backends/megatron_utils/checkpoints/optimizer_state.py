@@ -68,6 +68,7 @@ def optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -
     tensors: dict[str, Entry] = {}
     for member in members:
         tensors |= _member_tensors(member, entries)
+    tensors |= _frozen_layers(members, entries)
     state: dict[str, Any] = {"optimizer": {"param_groups": _groups_of_all_ranks(members)}, "param_state": tensors}
     scaler = next((member.grad_scaler for member in members if member.grad_scaler), None)
     if scaler is not None:
@@ -302,6 +303,23 @@ def _member_tensors(member: DistributedOptimizer, entries: Entries) -> dict[str,
                     data = whole[place].view(parameter.shape).to("cpu", copy=True)
                     tensors[_slot(parameter, name)] = _like(entry, name, data)
     return tensors
+
+
+def _frozen_layers(members: Sequence[DistributedOptimizer], entries: Entries) -> dict[str, Entry]:
+    """Return the state that completes tensors of which other layers are trained: weights as they are, moments of 0.
+
+    On disk one tensor holds a parameter of all layers, and cannot be written without the layers that are frozen.
+    Collective.
+    """
+    trained = {parameter for member in members for bucket in buckets(member) for parameter in bucket.ranges}
+    keys = set().union(*gather_objects({entries[parameter].key for parameter in trained}))
+    return {
+        _slot(parameter, name): _like(entry, name, data if name == MASTER else torch.zeros_like(data))
+        for parameter, entry in entries.items()
+        if entry.key in keys and parameter not in trained and is_main_replica(entry.replica_id)
+        for data in [parameter.detach().to("cpu", torch.float32, copy=True)]
+        for name in STATE_NAMES
+    }
 
 
 def _request(member: DistributedOptimizer, entries: Entries) -> dict[str, Entry]:
