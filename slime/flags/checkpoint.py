@@ -96,7 +96,8 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=None,
         metavar="N",
-        help="Keep only the newest N checkpoints; older ones are removed after each complete save. Default: keep all.",
+        help="Keep only the newest N checkpoints, and those that hold the reference of one of them "
+        "(--ref-update-interval); others are removed after each complete save. Default: keep all.",
     )
     group.add_argument("--no-save-optim", action="store_true", default=False, help="Save no optimizer state.")
     group.add_argument(

@@ -6,6 +6,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from slime.backends.megatron_utils.guide import Guide
 from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
 from slime.backends.megatron_utils.model import setup_model_and_optimizer
 from slime.backends.megatron_utils.model_transform import added_parameters
-from slime.backends.megatron_utils.policies import ModelSwitch, Policies
+from slime.backends.megatron_utils.policies import ModelSwitch, Policies, reference_update
 from slime.backends.megatron_utils.rollout_training import RolloutTraining
 from slime.backends.megatron_utils.sleep import OffloadedState, TrainerSleep
 from slime.backends.megatron_utils.train_reports import TrainReports
@@ -223,7 +224,8 @@ class MegatronTrainRayActor(TrainWorker):
     def _publish(self, save_dir: str, iteration: int | str) -> None:
         # The critic publishes before the actor: keep the critic checkpoint that matches the actor's last one.
         keep_last = self.args.keep_last and self.args.keep_last + (self.role == "critic")
-        checkpoint.publish_checkpoint(save_dir, iteration, keep_last=keep_last)
+        reference_of = partial(reference_update, self.args)
+        checkpoint.publish_checkpoint(save_dir, iteration, keep_last=keep_last, reference_of=reference_of)
 
     # Weights to the engines
 

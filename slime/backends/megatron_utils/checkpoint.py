@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,25 +122,34 @@ def make_empty_folder(folder: Path) -> None:
         raise DataError(verdict)
 
 
-def publish_checkpoint(save_dir: str | Path, iteration: int | str, *, keep_last: int | None = None) -> None:
+def publish_checkpoint(
+    save_dir: str | Path,
+    iteration: int | str,
+    *,
+    keep_last: int | None = None,
+    reference_of: Callable[[int], int | None] | None = None,
+) -> None:
     """Make ``iteration`` the current checkpoint by replacing the tracker file atomically.  Call it on one rank only.
 
     Args:
         save_dir: ``--save``.
         keep_last: afterwards keep only this many checkpoints up to ``iteration``, the newest; None keeps all.
+        reference_of: returns the checkpoint that holds the reference model of another one; it is kept beside that one.
     """
     content = str(iteration).encode()
     write_atomically(Path(save_dir, TRACKER), lambda file: file.write(content), what="Which checkpoint counts")
     if keep_last is not None and iteration != RELEASE:
-        _remove_old(Path(save_dir), int(iteration), keep_last)
+        _remove_old(Path(save_dir), int(iteration), keep_last, reference_of)
 
 
-def _remove_old(root: Path, iteration: int, keep_last: int) -> None:
+def _remove_old(root: Path, iteration: int, keep_last: int, reference_of: Callable[[int], int | None] | None) -> None:
     """Remove old checkpoints up to ``iteration``.  Later ones stay: they belong to a run that this one rolled back."""
     found = sorted(int(path.name[5:]) for path in root.iterdir() if re.fullmatch(r"iter_\d{7}", path.name))
     found = [number for number in found if number <= iteration]
     whole = [number for number in found if (checkpoint_folder(root, number) / FORMAT_FILE).exists()]
-    for old in sorted({*found} - {*whole[-keep_last:]}):
+    kept = {*whole[-keep_last:]}
+    references = set() if reference_of is None else {reference_of(number) for number in kept}
+    for old in sorted({*found} - kept - references):
         folder = checkpoint_folder(root, old)
         (folder / FORMAT_FILE).unlink(missing_ok=True)  # first, so that a half-removed folder is not a checkpoint
         shutil.rmtree(folder, ignore_errors=True)

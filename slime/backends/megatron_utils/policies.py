@@ -34,6 +34,17 @@ from slime.weights.pinned_memory import host_tensors_like
 logger = logging.getLogger(__name__)
 
 
+def reference_update(args: Namespace, iteration: int) -> int | None:
+    """Return the last rollout up to ``iteration`` after which the actor became the reference; None if there is none.
+
+    ``--keep-last`` keeps its checkpoint, which a run that resumes from ``iteration`` reads the reference from.
+    """
+    if (interval := args.ref_update_interval) is None:
+        return None
+    updated = (iteration + 1) // interval * interval - 1
+    return int(updated) if updated >= args.num_critic_only_steps else None
+
+
 class Policies:
     """The sets of weights of an actor: loads them, and copies one to another after training and after pushes."""
 
@@ -55,7 +66,7 @@ class Policies:
             weights.backup("actor")
         if is_released:
             weights.backup_frozen()
-        updated = None if args.finetune and is_from_load else self._last_update(iteration)
+        updated = None if args.finetune and is_from_load else reference_update(args, iteration)
         if with_ref and updated == iteration:
             weights.copy("actor", "ref")
         elif with_ref and (folder := self._checkpoint_of(updated, is_from_load)) is not None:
@@ -85,13 +96,6 @@ class Policies:
                     "trainer starts with; |dlogp| says how far they are. --use-rollout-logprobs takes the engine's."
                 )
 
-    def _last_update(self, iteration: int) -> int | None:
-        """Return the last rollout up to ``iteration`` after which the actor became the reference."""
-        if (interval := self._args.ref_update_interval) is None:
-            return None
-        updated = (iteration + 1) // interval * interval - 1
-        return updated if updated >= self._args.num_critic_only_steps else None
-
     def _checkpoint_of(self, updated: int | None, is_from_load: bool) -> str | None:
         """Return the folder of this run's checkpoint of rollout ``updated``; warn and return None if it is gone."""
         if updated is None:
@@ -108,8 +112,7 @@ class Policies:
                 return str(folder)
         logger.warning(
             "the reference was the actor of rollout %d (--ref-update-interval %d), which is not saved in %s: until "
-            "the next update it is --ref-load %s again. Save at multiples of the interval (--save-interval), and "
-            "keep those saves (--keep-last).",
+            "the next update it is --ref-load %s again. Save at multiples of the interval (--save-interval).",
             updated, args.ref_update_interval, " or ".join(map(str, given)) or "any folder (--save)", args.ref_load,
         )  # fmt: skip
         return None

@@ -157,9 +157,23 @@ def test_a_critic_keeps_the_checkpoint_beside_the_actors_last_until_the_actors_n
     first = save(run, 1)
     shutil.copytree(first, first.with_name("iter_0000002"))
     for role, left in (("critic", ["iter_0000001", "iter_0000002"]), ("actor", ["iter_0000002"])):
-        rank: Any = Namespace(args=Namespace(keep_last=1), role=role)
+        rank: Any = Namespace(args=Namespace(keep_last=1, ref_update_interval=None), role=role)
         MegatronTrainRayActor._publish(rank, args.save, 2)
         assert sorted(path.name for path in Path(args.save).iterdir() if path.is_dir()) == left
+
+
+def test_the_checkpoint_that_holds_the_reference_is_kept_until_the_reference_changes(run):
+    args, _ = run
+    first = save(run, 1)
+    flags = Namespace(keep_last=1, ref_update_interval=3, num_critic_only_steps=0)
+    rank: Any = Namespace(args=flags, role="actor")
+    for iteration, left in ((2, [2]), (3, [2, 3]), (4, [2, 4]), (5, [5])):
+        shutil.copytree(
+            first if iteration == 2 else first.with_name("iter_0000002"), first.with_name(f"iter_{iteration:07d}")
+        )
+        MegatronTrainRayActor._publish(rank, args.save, iteration)
+        names = sorted(path.name for path in Path(args.save).iterdir() if path.is_dir())
+        assert names == [f"iter_{number:07d}" for number in left]
 
 
 def test_a_rank_that_waits_in_vain_for_the_files_of_another_says_so_and_leaves_no_folder(run, monkeypatch):
