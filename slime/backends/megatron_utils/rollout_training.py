@@ -195,17 +195,15 @@ class RolloutTraining:
         """Take the optimizer steps.  Return the metrics of the last one on the main rank, an empty dict elsewhere."""
         if self.optimizer is None or self.scheduler is None:
             raise ConfigError("--num-rollout is 0, so there is no optimizer, but a rollout was given to train on")
-        optimizer = self.optimizer
         last: dict[str, float] = {}
 
         def on_step(step_id: int, result: StepResult) -> None:
             changed = self._routing.take_metrics() if self._routing is not None else {}
             if self._expert_load is not None:
                 changed |= self._expert_load.take_metrics()
-            rates = [group["lr"] for group in optimizer.param_groups]
-            last.update(self._reports.step(rollout_id, step_id, result, changed, learning_rates=rates, data=data))
+            last.update(self._reports.step(rollout_id, step_id, result, changed, data=data))
 
         self.weights.record_changed()
-        steps = OptimizerSteps(self.args, self.model, optimizer, self.scheduler)
+        steps = OptimizerSteps(self.args, self.model, self.optimizer, self.scheduler)
         steps.take(rollout_id, data, iterators, loss_type=loss_type, on_step=on_step)
         return last

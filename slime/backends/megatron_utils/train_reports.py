@@ -51,9 +51,8 @@ class TrainReports:
             self._checks.rollout(rollout_id, metrics)
 
     def step(
-        self, rollout_id: int, step_id: int, result: StepResult, more: Mapping[str, float], *,
-        learning_rates: Sequence[float], data: DeviceBatch,
-    ) -> dict[str, float]:  # fmt: skip
+        self, rollout_id: int, step_id: int, result: StepResult, more: Mapping[str, float], *, data: DeviceBatch
+    ) -> dict[str, float]:
         """Log and check one optimizer step.
 
         Args:
@@ -73,7 +72,7 @@ class TrainReports:
             self._role,
             {**result.metrics, **more, **skipped},
             grad_norm=result.grad_norm,
-            learning_rates=learning_rates,
+            learning_rates=result.learning_rates,
             step_global_batch_size=data.global_batch_sizes[step_id],
             train_step=rollout_id * len(data.num_microbatches) + step_id,
         )

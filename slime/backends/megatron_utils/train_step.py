@@ -65,6 +65,8 @@ class StepResult:
     """Means over the step, on the last pipeline stage; empty on other stages."""
     grad_norm: float
     """Global gradient norm before clipping."""
+    learning_rates: tuple[float, ...]
+    """Rate that the step took, by parameter group."""
     is_applied: bool
     """False if the optimizer skipped the step because the gradient was not finite."""
     not_finite_ranks: tuple[int, ...] = ()
@@ -153,6 +155,7 @@ class OptimizerSteps:
                 # With fp16, overflows are how the loss scale is found, so a skipped step is not an error.
                 may_skip=not args.check_for_nan_in_loss_and_grad or args.fp16,
             )
+        learning_rates = tuple(group["lr"] for group in optimizer.param_groups)
         if is_applied:
             self.scheduler.step(increment=step_global_batch_size)
         _zero_gradients(model, optimizer)
@@ -166,7 +169,7 @@ class OptimizerSteps:
                 group=mpu.get_data_parallel_group(with_context_parallel=True),
             )
         not_finite = () if is_applied else tuple(sorted({rank for mark in marks for rank in mark.not_finite()}))
-        return StepResult(metrics, grad_norm, is_applied, not_finite)
+        return StepResult(metrics, grad_norm, learning_rates, is_applied, not_finite)
 
 
 def _zero_gradients(model: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:

@@ -88,6 +88,12 @@ def test_the_schedule_counts_samples_and_flags_count_steps(folder: Path) -> None
     assert rates == pytest.approx([0, 0.5e-3, 1e-3, 0.75e-3, 0.5e-3, 0.25e-3, 0])
 
 
+def test_a_step_reports_the_learning_rate_that_it_took(folder: Path) -> None:
+    args, model, optimizer, scheduler = build(folder, "--lr-warmup-iters", 2, "--lr-decay-iters", 6)
+    results = [one for rollout_id in range(3) for one in train(args, model, optimizer, scheduler, rollout_id)]
+    assert [one.learning_rates[0] for one in results[:3]] == pytest.approx([0, 0.5e-3, 1e-3])
+
+
 def test_a_warm_up_longer_than_the_decay_is_refused(folder: Path) -> None:
     args, _, optimizer, _ = build(folder)
     with pytest.raises(ConfigError, match="warms up for 4 of 4 optimizer steps; lower --lr-warmup-iters"):
