@@ -73,6 +73,7 @@ class BackendFlags(FlagConfig):
 
     sglang_config: str | None = None
     sglang_context_length: int | None = None
+    sglang_allow_auto_truncate: bool = False
     sglang_dp_size: int = 1
     sglang_load_format: str = "auto"
     prefill_num_servers: int | None = None

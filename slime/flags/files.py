@@ -29,6 +29,7 @@ from slime.utils.errors import ConfigError, DataError
 from slime.utils.files import language_config, read_model_config, read_object
 
 if TYPE_CHECKING:
+    from slime.rollout.prompts import PromptLimit
     from slime.rollout.tokenizer_trial import TokenizerTrial
 
 logger = logging.getLogger(__name__)
@@ -128,12 +129,9 @@ def _may_have_chat_template(folder: Path) -> bool:
 
 
 def _check_positions(config: dict[str, Any], rollout_length: int | None, eval_length: int | None) -> None:
-    """Reject responses longer than the model's positions, unless its rotary embedding is stretched."""
-    text = language_config(config)
-    positions = text.get("max_position_embeddings")
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    is_stretched = any(isinstance(rope, dict) and rope.get(key) is not None for key in ("factor", "long_factor"))
-    if not isinstance(positions, int) or is_stretched:
+    """Reject responses longer than the model's positions."""
+    positions = _positions(config)
+    if positions is None:
         return
     for flag, length in (
         ("--rollout-max-response-len", rollout_length),
@@ -144,6 +142,41 @@ def _check_positions(config: dict[str, Any], rollout_length: int | None, eval_le
                 f"{flag} {length}: the model of --hf-checkpoint has max_position_embeddings {positions}, which must "
                 f"hold prompt and response; give at most {positions - 1}, less the longest prompt."
             )
+
+
+def _positions(config: dict[str, Any]) -> int | None:
+    """Return the model's positions; None if they are unknown or its rotary embedding is stretched."""
+    text = language_config(config)
+    positions = text.get("max_position_embeddings")
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    is_stretched = any(isinstance(rope, dict) and rope.get(key) is not None for key in ("factor", "long_factor"))
+    return positions if isinstance(positions, int) and not is_stretched else None
+
+
+def _prompt_limit(
+    engines: BackendFlags, model: str, response: int | None, flag: str, kept: int | None
+) -> PromptLimit | None:
+    """Return the longest prompt that the engines take; None if their context is unknown.
+
+    Args:
+        engines: Flags of the engines.
+        model: Folder of --hf-checkpoint.
+        response: Maximum tokens of a response.
+        flag: Flag that leaves out longer prompts.
+        kept: Its value.
+    """
+    from slime.rollout.prompts import PromptLimit
+
+    if engines.sglang_config or engines.sglang_allow_auto_truncate:
+        return None
+    context, why = engines.sglang_context_length, "--sglang-context-length"
+    if context is None:
+        context = _positions(read_model_config(model, flag="--hf-checkpoint"))
+        why = "max_position_embeddings of --hf-checkpoint"
+    room = 1 if response is None else response
+    if context is None or context <= room:
+        return None
+    return PromptLimit(context - room, f"{why} {context}, less {room} for the response", flag, kept)
 
 
 def _check_packages(engines: BackendFlags) -> None:
@@ -275,6 +308,10 @@ def _check_prompts(args: Namespace, trial: TokenizerTrial, *, renders_rows: bool
     has_built_in = _is_plain(args) and not args.custom_rm_path
     num_rows = 0
     template_kwargs = {"add_generation_prompt": args.apply_chat_template, **(args.apply_chat_template_kwargs or {})}
+    limit = None
+    if _is_plain(args) and not (args.rollout_external or args.multimodal_keys or args.load_debug_rollout_data):
+        room, flag = args.rollout_max_response_len, "--rollout-max-prompt-len"
+        limit = _prompt_limit(BackendFlags.of(args), args.hf_checkpoint, room, flag, args.rollout_max_prompt_len)
     for source in args.prompt_sources:
         num_rows += check_prompt_file(
             source["path"],
@@ -286,6 +323,7 @@ def _check_prompts(args: Namespace, trial: TokenizerTrial, *, renders_rows: bool
             grader=args.rm_type if has_built_in else None,
             rm_types=RM_TYPES if has_built_in else None,
             template=trial.template(template_kwargs) if renders_rows else None,
+            lengths=trial.lengths(limit, template_kwargs if renders_rows else None),
             readers=readers_of(args),
             some_keys={key: flag for flag, (key, default) in asked.items() if key and key != default},
         )
@@ -378,9 +416,15 @@ def _check_eval_data(args: Namespace, trial: TokenizerTrial) -> None:
         return  # nothing is evaluated
     is_ours = args.eval_function_path in OWN_ROLLOUTS
     has_code = args.custom_generate_function_path or args.rollout_sample_hook_path
+    is_asked = is_ours and not (has_code or args.rollout_external or args.load_debug_rollout_data)
     for dataset in args.eval_datasets:
         # User code may run between reading a row and grading it.
         is_plain = is_ours and not (has_code or dataset.custom_rm_path or dataset.custom_generate_function_path)
+        kwargs = dataset.apply_chat_template_kwargs or {} if dataset.apply_chat_template else None
+        limit = None
+        if is_asked and not (dataset.custom_generate_function_path or dataset.multimodal_keys):
+            room, flag = dataset.max_response_len, "--eval-max-prompt-len"
+            limit = _prompt_limit(BackendFlags.of(args), args.hf_checkpoint, room, flag, args.eval_max_prompt_len)
         check_prompt_file(
             dataset.path,
             dataset.input_key,
@@ -389,7 +433,8 @@ def _check_eval_data(args: Namespace, trial: TokenizerTrial) -> None:
             metadata_key=dataset.metadata_key,
             multimodal_keys=dataset.multimodal_keys,
             grader=dataset.rm_type or args.rm_type if is_plain else None,
-            template=trial.template(dataset.apply_chat_template_kwargs) if dataset.apply_chat_template else None,
+            template=None if kwargs is None else trial.template(kwargs),
+            lengths=trial.lengths(limit, kwargs),
             flag="--eval-config" if args.eval_config else "--eval-prompt-data",
             input_flag="--eval-input-key",
             label_flag="--eval-label-key",

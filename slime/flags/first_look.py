@@ -86,19 +86,31 @@ def _check(words: Sequence[str], parser: Parser) -> None:
 
 
 def _files_written_out(words: Sequence[str], parser: Parser) -> list[str]:
-    written: list[str] = []
-    for position, word in enumerate(words):
-        if not word.endswith((".yaml", ".yml")):
-            return [*written, *words[position:]]
-        written += _words_of(word, parser)
-    return written
+    """Return the words with the leading YAML files expanded, without values that a later word overrides."""
+    num_files = next((at for at, word in enumerate(words) if not word.endswith((".yaml", ".yml"))), len(words))
+    typed = list(words[num_files:])
+    later = {_setting(word.partition("=")[0], parser) for word in typed if is_flag(word)}
+    for path in reversed(words[:num_files]):
+        entries = [(_setting(entry[0].partition("=")[0], parser), entry) for entry in _entries_of(path, parser)]
+        typed[:0] = [word for setting, entry in entries if setting is None or setting not in later for word in entry]
+        later |= {setting for setting, _ in entries}
+    return typed
 
 
-def _words_of(path: str, parser: Parser) -> list[str]:
+def _setting(flag: str, parser: Parser) -> str | None:
+    """Return the attribute that a flag sets; None if its values add up."""
+    action = parser._option_string_actions.get(flag)
+    if isinstance(action, argparse._AppendAction):
+        return None
+    return flag if action is None else action.dest
+
+
+def _entries_of(path: str, parser: Parser) -> list[list[str]]:
     content = read_yaml(path, "run file") or {}
     if not isinstance(content, dict):
         raise ConfigError(f"run file: {path} holds a {type(content).__name__}; write `flag: value` lines.")
-    return [word for key, value in content.items() for word in _flag_words(str(key).replace("_", "-"), value, parser)]
+    words = (_flag_words(str(key).replace("_", "-"), value, parser) for key, value in content.items())
+    return [entry for entry in words if entry]
 
 
 def _flag_words(name: str, value: Any, parser: Parser) -> list[str]:

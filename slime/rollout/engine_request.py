@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 BAD_ANSWER_WAIT_S = 2.0
 """Seconds between an unusable answer and the next attempt."""
-TOO_LONG = "longer than the model's context length"
-"""Part of the message with which SGLang refuses a long prompt (status 400)."""
+TOO_LONG = ("longer than the model's context length", "exceeds the model's maximum context length")
+"""Parts of the messages with which SGLang refuses a long prompt, alone or with its response (status 400)."""
 
 
 MAX_PROCESSED = 64
@@ -217,7 +217,7 @@ async def ask(
         try:
             output = await send(config, payload, sample.session_id)
         except HttpStatusError as error:
-            if sample.response_length == 0 and TOO_LONG in error.body:
+            if sample.response_length == 0 and any(text in error.body for text in TOO_LONG):
                 raise DataError(
                     f"The prompt of sample {sample.index} does not fit into an engine ({error.body[:300]}). "
                     "--rollout-max-prompt-len N (of an evaluation: --eval-max-prompt-len N) leaves out prompts of "

@@ -6,10 +6,12 @@ and line before any GPU is reserved.
 
 from __future__ import annotations
 
+import heapq
 import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,9 +32,11 @@ from slime.utils.errors import DataError
 
 T = TypeVar("T")
 R = TypeVar("R")
-Row = tuple[str, list[dict[str, Any]], dict[str, Any]]
-"""(name of the row for errors, messages, extra arguments of the chat template)"""
+Row = tuple[str, list[dict[str, Any]] | str, dict[str, Any]]
+"""(name of the row for errors, messages or text, extra arguments of the chat template)"""
 
+MAX_LONG_PROMPTS = 8
+"""Prompts of a data set whose tokens are counted before the job starts."""
 RENDER_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.5
 TEMPLATE_OVERDUE = (
@@ -87,6 +91,70 @@ class TemplateCheck:
         """Add a row to test the template on."""
         self._seen |= _roles(messages)
         self._rows.append((where, messages, {"tools": tools, **self._kwargs}))
+
+
+@dataclass(frozen=True)
+class PromptLimit:
+    """The longest prompt for which an engine has room."""
+
+    tokens: int
+    why: str
+    """Where the limit comes from, for errors."""
+    flag: str
+    """Flag that leaves out longer prompts."""
+    leaves_out_above: int | None
+    """Value of ``flag``."""
+
+    def check(self, where: str, num_tokens: int) -> None:
+        """Raise DataError if a prompt of ``num_tokens`` tokens is used and does not fit."""
+        if self.tokens < num_tokens <= (self.leaves_out_above or num_tokens):
+            raise DataError(
+                f"{where}: the prompt has {num_tokens} tokens, and at most {self.tokens} fit: {self.why}. "
+                f"{self.flag} {self.tokens} leaves out longer prompts."
+            )
+
+
+class LengthCheck:
+    """Collects the prompts of a data set with the most bytes, to count their tokens.
+
+    A token takes at least one byte, so a prompt with fewer bytes than the limit is known to fit.  Of more than
+    ``MAX_LONG_PROMPTS`` longer ones the rest are left to the engine.
+    """
+
+    def __init__(self, limit: PromptLimit, kwargs: Mapping[str, Any] | None) -> None:
+        """Collect nothing yet.
+
+        Args:
+            limit: What the prompts must fit into.
+            kwargs: Arguments of the chat template; None if prompts are text.
+        """
+        self.limit, self._kwargs = limit, kwargs
+        self._longest: list[tuple[int, int, Row]] = []
+        self._num_seen = 0
+
+    def add(self, prompt: list[dict[str, Any]] | str, tools: list[Any] | None, where: str) -> None:
+        """Keep the prompt if it is among the longest of those that may not fit."""
+        if (size := _num_bytes(prompt)) <= self.limit.tokens:
+            return
+        self._num_seen += 1
+        kwargs = {} if self._kwargs is None else {"tools": tools, "add_generation_prompt": True, **self._kwargs}
+        heapq.heappush(self._longest, (size, self._num_seen, (where, prompt, kwargs)))
+        if len(self._longest) > MAX_LONG_PROMPTS:
+            heapq.heappop(self._longest)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The collected prompts, in the order of the file."""
+        return [row for _, _, row in sorted(self._longest, key=lambda one: one[1])]
+
+
+def _num_bytes(prompt: Any) -> int:
+    """Return the UTF-8 length of a prompt's text."""
+    if isinstance(prompt, str):
+        return len(prompt.encode(errors="surrogatepass"))
+    if isinstance(prompt, Mapping):
+        return _num_bytes(prompt.get("content") or prompt.get("text") or "")
+    return sum(map(_num_bytes, prompt)) if isinstance(prompt, Sequence) else 0
 
 
 def _roles(prompt: Any) -> set[str]:
@@ -224,6 +292,7 @@ def check_prompt_file(
     grader: str | None = None,
     rm_types: Collection[str] | None = None,
     template: TemplateCheck | None = None,
+    lengths: LengthCheck | None = None,
     flag: str = "--prompt-data",
     input_flag: str = "--input-key",
     label_flag: str = "--label-key",
@@ -241,6 +310,7 @@ def check_prompt_file(
         grader: Built-in grader of rows that do not name one; None if something else judges the label.
         rm_types: Graders that rows may name; None if the run does not read these names.
         template: Collects the rows to test the chat template on; None skips this.
+        lengths: Collects the longest prompts; None skips this.
         flag, input_flag, label_flag: Flag names, for errors.
         readers: Path prefix -> import path of a :data:`~slime.rollout.prompt_files.Reader`, for data sets that are not
             files.
@@ -271,6 +341,8 @@ def check_prompt_file(
             _check_images(normalised_prompt(row, input_key, multimodal_keys, True, where), where)
         if template is not None and template.needs(row[input_key]):
             template.add(normalised_prompt(row, input_key, multimodal_keys, True, where), tools, where)
+        if lengths is not None:
+            lengths.add(normalised_prompt(row, input_key, None, template is not None, where), tools, where)
         unseen = {key: name for key, name in unseen.items() if key not in row}
         first = first or list(row)
         num_rows += 1

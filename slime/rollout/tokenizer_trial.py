@@ -1,4 +1,4 @@
-"""Tests a model's tokenizer and chat template in a child process at the start of a job.
+"""Tests a model's tokenizer and chat template in a child process at the start of a job, and counts tokens of prompts.
 
 Both are programs written by whoever made the model folder.  Run directly in the job, a program that never ends would
 hang the job, and one that produces gigabytes of text would kill it without an error message.
@@ -17,7 +17,15 @@ from types import TracebackType
 from typing import Any
 
 from slime.rollout import trial_child
-from slime.rollout.prompts import RENDER_TIMEOUT_S, Row, TemplateCheck, map_with_deadline, render
+from slime.rollout.prompts import (
+    RENDER_TIMEOUT_S,
+    LengthCheck,
+    PromptLimit,
+    Row,
+    TemplateCheck,
+    map_with_deadline,
+    render,
+)
 from slime.utils import env
 from slime.utils.chat_template import MAX_RENDERED_CHARS, check_rendered, check_roles, refused
 from slime.utils.errors import ConfigError, DataError
@@ -46,6 +54,7 @@ class TokenizerTrial:
         """
         self.folder, self._trusts_code = folder, trusts_code
         self._rows: list[Row] = []
+        self._lengths: list[LengthCheck] = []
         self._process: subprocess.Popen[bytes] | None = None
         if has_template or (Path(folder) / "tokenizer.json").is_file():
             settings = {"folder": folder, "has_template": has_template, "trusts_code": trusts_code}
@@ -72,18 +81,30 @@ class TokenizerTrial:
         """Return a collector for the rows of a data set, which will be rendered with ``kwargs``."""
         return TemplateCheck(kwargs or {}, self._rows)
 
+    def lengths(self, limit: PromptLimit | None, kwargs: Mapping[str, Any] | None) -> LengthCheck | None:
+        """Return a collector for the long prompts of a data set; None without a limit.
+
+        ``kwargs`` is None if no template renders the prompts.
+        """
+        if limit is None:
+            return None
+        self._lengths.append(LengthCheck(limit, kwargs))
+        return self._lengths[-1]
+
     def finish(self) -> None:
-        """Wait for the trial and check the rendered rows.
+        """Wait for the trial, and check the rendered rows and the lengths of the longest prompts.
 
         Raises:
             ConfigError: the tokenizer cannot be loaded, does not finish, or takes too much memory.
-            DataError: the template does not finish, takes too much memory, refuses a row, or renders unusable text.
+            DataError: the template does not finish, takes too much memory, refuses a row, or renders unusable text; or
+                a prompt does not fit into an engine.
         """
         if self._process is None:
             return
-        rows = json.dumps([row[:3] for row in self._rows], default=str).encode()
+        long = [(check.limit, row) for check in self._lengths for row in check.rows]
+        rows = [*self._rows, *(row for _, row in long)]
         try:
-            output, _ = self._process.communicate(rows, timeout=TRIAL_TIMEOUT_S)
+            output, _ = self._process.communicate(json.dumps(rows, default=str).encode(), timeout=TRIAL_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             raise ConfigError(
                 f"--hf-checkpoint {self.folder}: the trial of its tokenizer took over {TRIAL_TIMEOUT_S:.0f} s. Is "
@@ -91,23 +112,26 @@ class TokenizerTrial:
             ) from error
         said = [json.loads(line) for line in output.splitlines()]
         if any("cannot_load" in facts for facts in said):
-            self._render_here()
+            self._render_here(rows)
             return
         place = next((facts["begins"] for facts in reversed(said) if "begins" in facts), "import")
         if self._process.returncode:
             self._refuse(place, next((facts["broke"] for facts in said if "broke" in facts), None))
             return
         template = next(facts["template"] for facts in said if "template" in facts)
-        judge(self._rows, [facts for facts in said if facts.keys() & {"text", "reason"}], template)
+        answers = [facts for facts in said if facts.keys() & {"text", "reason"}]
+        judge(rows, answers, template)
+        for (limit, (where, *_)), answer in zip(long, answers[len(self._rows) :], strict=True):
+            limit.check(where, answer["tokens"])
 
-    def _render_here(self) -> None:
+    def _render_here(self, rows: list[Row]) -> None:
         """Render the rows in this process: the tokenizer needs torch, or loading it here raises the actual error."""
-        if self._rows:
+        if rows:
             from slime.utils.processing_utils import load_tokenizer
 
             tokenizer = load_tokenizer(self.folder, trust_remote_code=self._trusts_code)
-            rows = ((where, (messages, kwargs)) for where, messages, kwargs in self._rows)
-            map_with_deadline(lambda where, row: render(tokenizer, row[0], None, where, **row[1]), rows)
+            rendered = ((where, (prompt, kwargs)) for where, prompt, kwargs in rows if not isinstance(prompt, str))
+            map_with_deadline(lambda where, row: render(tokenizer, row[0], None, where, **row[1]), rendered)
 
     def _refuse(self, place: str, error: str | None) -> None:
         """Raise the error for a trial that died or timed out at ``place``; only warn if that was an import."""
@@ -139,5 +163,7 @@ def judge(rows: list[Row], answers: list[dict[str, Any]], template: str) -> None
     for (where, messages, kwargs), answer in zip(rows, answers, strict=True):
         if "reason" in answer:
             raise refused(where, messages, answer["reason"])
+        if isinstance(messages, str):
+            continue
         check_rendered(answer["text"], messages, kwargs, template, where)
         check_roles(template, messages, answer["text"], where)

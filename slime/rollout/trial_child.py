@@ -67,20 +67,26 @@ def main(folder: str, has_template: bool, trusts_code: bool, limit_s: int, max_c
 
 
 def answers(tokenizer: Any, rows: Sequence[Sequence[Any]], max_chars: int) -> Iterator[dict[str, Any]]:
-    """Yield the progress and result of each row ``[where, messages, arguments]``: its text, or why there is none."""
-    for where, messages, kwargs in rows:
+    """Yield progress and result of each row ``[where, messages or text, arguments]``.
+
+    A result is the rendered text with its number of tokens, or the reason why there is none.
+    """
+    for where, prompt, kwargs in rows:
         yield {"begins": where}
         try:
-            text = str(tokenizer.apply_chat_template(template_messages(messages), tokenize=False, **kwargs))
+            text = prompt
+            if not isinstance(prompt, str):
+                text = str(tokenizer.apply_chat_template(template_messages(prompt), tokenize=False, **kwargs))
         except MemoryError:
             yield {"reason": f"it takes more than {MEMORY_BYTES >> 30} GiB"}
         except Exception as error:  # a template may raise anything
             yield {"reason": str(error)[:1000]}
         else:
+            num_tokens = 0
             if len(text) <= max_chars:
                 yield {"begins": "tokenizer"}
-                tokenizer(text, add_special_tokens=False)
-            yield {"text": text[: max_chars + 1]}
+                num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
+            yield {"text": text[: max_chars + 1], "tokens": num_tokens}
 
 
 def say(**facts: Any) -> None:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from tests.unit.flags.broken_configurations import DENSE, EXPERTS, SPARSE, Broken
+import json
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from slime.utils.errors import DataError
+from tests.unit.flags.broken_configurations import DENSE, EXPERTS, PROMPTS, SPARSE, Broken
+
+LONG_ROW = {"input": "sum " * 60, "label": "2"}
+_TOKENIZER = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+_TOKENIZER.pre_tokenizer = pre_tokenizers.Whitespace()
+WORDS = _TOKENIZER.to_str()
+"""A tokenizer.json whose tokens are words."""
 
 GPUS = (
     Broken(
@@ -299,6 +310,21 @@ LENGTHS = (
         config={"max_position_embeddings": 4096},
         flags="--rollout-max-response-len 8192",
         says=("--rollout-max-response-len 8192", "max_position_embeddings", "4096"),
+    ),
+    Broken(
+        mistake="a prompt for which the model has no positions",
+        config={"max_position_embeddings": 2100},
+        files={"prompts.jsonl": PROMPTS + json.dumps(LONG_ROW), "model/tokenizer.json": WORDS},
+        error=DataError,
+        says=("line 41", "60 tokens", "at most 52", "max_position_embeddings", "2100", "--rollout-max-prompt-len 52"),
+    ),
+    Broken(
+        mistake="an evaluation prompt for which the engines have no context",
+        files={"eval.jsonl": json.dumps(LONG_ROW), "model/tokenizer.json": WORDS},
+        flags="--sglang-context-length 2059 --eval-prompt-data held_out $folder/eval.jsonl --eval-interval 5 "
+        "--eval-max-response-len 2000 --eval-max-prompt-len 4000",
+        error=DataError,
+        says=("eval.jsonl line 1", "60 tokens", "at most 59", "--sglang-context-length 2059", "--eval-max-prompt-len"),
     ),
 )
 

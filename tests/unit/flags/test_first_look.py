@@ -107,10 +107,22 @@ def test_a_run_file_holds_the_flags_by_name_and_the_command_line_comes_behind(tm
         "apply-chat-template-kwargs: {enable_thinking: false}\nrollout-sample-hook-path: [a.b, c.d]\n"
     )
     assert first_look([str(run), "--lr", "2e-6"]) == [
-        *("--hf-checkpoint=my model", "--rollout-batch-size=8", "--num-rollout=2", "--lr=1e-6", "--colocate"),
+        *("--hf-checkpoint=my model", "--rollout-batch-size=8", "--num-rollout=2", "--colocate"),
         *("--no-perform-initialization", "--sglang-cuda-graph-bs", "1", "2"),
         '--apply-chat-template-kwargs={"enable_thinking": false}',
         *("--rollout-sample-hook-path=a.b", "--rollout-sample-hook-path=c.d", "--lr", "2e-6"),
+    ]
+
+
+def test_a_later_value_replaces_that_of_a_run_file_and_a_list_of_hooks_grows(tmp_path):
+    base, more = tmp_path / "base.yaml", tmp_path / "more.yaml"
+    base.write_text("lr: 1e-6\nbalance-data: true\nrollout-sample-hook-path: a.b\neval-prompt-data: [x, x.jsonl]\n")
+    more.write_text("lr: 2e-6\nnum-rollout: 2\nrollout-batch-size: 8\nhf-checkpoint: model\n")
+    words = ["--no-balance-data", "--eval-prompt-data", "y", "y.jsonl", "--rollout-sample-hook-path", "c.d"]
+    assert first_look([str(base), str(more), *words, "--lr", "3e-6", "--lr", "4e-6"]) == [
+        "--rollout-sample-hook-path=a.b",
+        *("--num-rollout=2", "--rollout-batch-size=8", "--hf-checkpoint=model"),
+        *(*words, "--lr", "3e-6", "--lr", "4e-6"),
     ]
 
 

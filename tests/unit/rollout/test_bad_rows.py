@@ -208,6 +208,9 @@ class Template(WordTokenizer):
         rendered, _ = render_jinja_template([messages], tools=tools, chat_template=self.chat_template, **kwargs)
         return rendered[0]
 
+    def encode(self, text, *, add_special_tokens):
+        return self(text, add_special_tokens=add_special_tokens)["input_ids"]
+
 
 ANY_ROLE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 STRICT = "{% for m in messages if m['role'] in ('user', 'system', 'Judge') %}{{ m['content'] }}{% endfor %}"

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from slime.rollout import tokenizer_trial
+from slime.rollout.prompts import LengthCheck, PromptLimit
 from slime.rollout.tokenizer_trial import TokenizerTrial
 from slime.utils.errors import ConfigError, DataError
 
@@ -80,3 +81,41 @@ def test_a_template_that_makes_no_prompt_is_refused_with_the_row(folder, templat
         DataError, match=f"line 1: the chat template cannot render the prompt .{says}.*chat_template.j"
     ):
         tried(folder(template=template), flavour="vanilla")
+
+
+def measured(folder: str, prompts: list, *, limit: int, leaves_out_above: int | None = None, kwargs=None) -> None:
+    with TokenizerTrial(folder, has_template=kwargs is not None, trusts_code=False) as trial:
+        lengths = trial.lengths(PromptLimit(limit, "the context is small", "--flag", leaves_out_above), kwargs)
+        for number, prompt in enumerate(prompts, start=1):
+            lengths.add(prompt, None, f"data.jsonl line {number}")
+        trial.finish()
+
+
+SHORT, LONG = "hi " * 4, "hi " * 40
+
+
+@pytest.mark.parametrize("kwargs", [None, {}])
+def test_the_first_prompt_that_no_engine_has_room_for_is_refused_with_its_tokens(folder, kwargs):
+    as_prompt = (lambda text: text) if kwargs is None else (lambda text: [{"role": "user", "content": text}])
+    prompts = [as_prompt(text) for text in (SHORT, LONG, SHORT, LONG + LONG)]
+    said = "line 2: the prompt has 80 tokens, and at most 79 fit: the context is small. --flag 79 leaves out"
+    with pytest.raises(DataError, match=said):
+        measured(folder(), prompts, limit=79, kwargs=kwargs)
+    measured(folder(), prompts[:3], limit=80, kwargs=kwargs)
+
+
+def test_a_prompt_that_the_flag_leaves_out_may_be_of_any_length(folder):
+    measured(folder(), [SHORT, LONG + LONG], limit=79, leaves_out_above=100)
+    with pytest.raises(DataError, match="line 1: the prompt has 80 tokens"):
+        measured(folder(), [LONG], limit=79, leaves_out_above=80)
+
+
+def test_only_the_longest_prompts_of_those_with_more_bytes_than_the_limit_are_counted():
+    lengths = LengthCheck(PromptLimit(60, "", "", None), None)
+    for number in range(1, 101):
+        lengths.add("\u00e9" * (number % 50), None, f"line {number}")  # of two bytes
+    kept = [(where, len(text)) for where, text, _ in lengths.rows]
+    assert kept == [(f"line {number}", number % 50) for number in (46, 47, 48, 49, 96, 97, 98, 99)]
+    few = LengthCheck(PromptLimit(98, "", "", None), None)
+    few.add("\u00e9" * 49, None, "line 1")
+    assert few.rows == []
