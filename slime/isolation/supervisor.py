@@ -163,15 +163,21 @@ def _run_python() -> NoReturn:
     code = 0
     try:
         exec(compile(source, "program", "exec"), {"__name__": "__main__"})
-    except SystemExit:
-        code = 0
     except BaseException as error:
-        code = 1
-        with contextlib.suppress(BaseException):
-            print(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        code = _exit_code(error)
+        if code:
+            with contextlib.suppress(BaseException):
+                print(f"{type(error).__name__}: {error}".splitlines()[0][:300])
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
     os._exit(code)
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return the exit status with which Python ends after an error, ``sys.exit`` included."""
+    if not isinstance(error, SystemExit):
+        return 1
+    return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
 
 
 def _kill_everything() -> None:

@@ -265,6 +265,9 @@ class ScriptedEngine(ThreadedServer):
         if limit is not None and len(request.prompt) + request.earlier > limit:
             error = {"error": {"message": f"The input is longer than the model's context length ({limit} tokens)."}}
             return web.json_response(error, status=400)
+        if limit is not None and len(request.prompt) + request.earlier + request.limit > limit:
+            text = f"Requested token count exceeds the model's maximum context length of {limit} tokens."
+            return web.json_response({"error": {"message": text}}, status=400)
         self._running[request.rid] = request
         self.max_in_flight = max(self.max_in_flight, len(self._running))
         try:

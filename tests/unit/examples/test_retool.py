@@ -34,7 +34,8 @@ SMALL = Limits(time_s=1, memory_mib=256, output_characters=200)
         ("class P:\n    def __init__(self, x): self.x = x\nprint(P(3).x)", "3"),
         ("if __name__ == '__main__':\n    print('main')", "main"),
         ("pass", "(no output)"),
-        ("raise SystemExit(1)", "(no output)"),
+        ("import sys\nprint(2)\nsys.exit()", "2"),
+        ("raise SystemExit(0)", "(no output)"),
     ],
 )
 def test_ordinary_programs_run(program, output):
@@ -50,6 +51,8 @@ def test_ordinary_programs_run(program, output):
         ("print(unknown)", "NameError"),
         ("a = 'x' * 10**9", "MemoryError"),
         ("def f(): f()\nf()", "RecursionError"),
+        ("print(1)\nraise SystemExit(3)", "1\nSystemExit: 3"),
+        ("import sys\nsys.exit('no solution')", "SystemExit: no solution"),
     ],
 )
 def test_what_is_wrong_with_a_program_is_its_output(program, error):

@@ -136,11 +136,12 @@ def test_an_answer_with_impossible_numbers_is_asked_for_again_or_ends_the_run(mo
             ask(flags(engine, use_fault_tolerance=False))
 
 
-def test_a_prompt_longer_than_the_context_is_refused_with_the_flag_that_leaves_it_out():
-    with ScriptedEngine(Script(length=6, max_context=2)) as engine:
+@pytest.mark.parametrize("max_context", [2, 18])  # 3 tokens, and 16 that may be drawn
+def test_a_prompt_longer_than_the_context_is_refused_with_the_flag_that_leaves_it_out(max_context):
+    with ScriptedEngine(Script(length=6, max_context=max_context)) as engine:
         with pytest.raises(DataError, match=r"prompt of sample 3 .*context length.*--rollout-max-prompt-len N"):
             ask(flags(engine))
         assert len(engine.payloads) == 1
-        continued = Sample(index=3, tokens=[1, 2, 3], response="c", response_length=2)
+        continued = Sample(index=3, tokens=[1] * 19, response="c", response_length=2)
         with pytest.raises(HttpStatusError, match="400"):  # the prompt is not at fault
             ask(flags(engine), continued)
