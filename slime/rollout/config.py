@@ -20,6 +20,8 @@ from slime.utils.net import http_url
 
 DEFAULT_RETRIES = 60
 """Retries of a request that no engine accepts, about one second apart."""
+KEEP_SESSIONS = ("consistent_hashing", "manual")
+"""Router policies that read the routing key, so that all requests of a session reach one worker."""
 BAD_ANSWER_MARGIN_S = 30.0
 """Seconds a request waits for a replacement engine after the health monitor has evicted its own."""
 
@@ -111,6 +113,6 @@ class RolloutConfig(
 
     def routing_headers(self, session_id: str | None) -> dict[str, str]:
         """Return the headers that pin the requests of a session to one engine."""
-        if self.router_policy == "consistent_hashing" and session_id:
+        if self.router_policy in KEEP_SESSIONS and session_id:
             return {"X-SMG-Routing-Key": session_id}
         return {}

@@ -29,7 +29,7 @@ from typing import Any
 
 import aiohttp
 
-from slime.rollout.config import RolloutConfig
+from slime.rollout.config import KEEP_SESSIONS, RolloutConfig
 from slime.utils.errors import EngineError, ProcessError
 from slime.utils.http_utils import (
     POST_TIMEOUT_S,
@@ -63,9 +63,6 @@ _WORKER_LIST_MAX_AGE_S = 5.0
 _ATTEMPTS = 10
 _POST_RETRIES_PER_WORKER = 3
 _RETRY_WAIT_S = 1.0
-
-KEEP_SESSIONS = ("consistent_hashing", "manual")
-"""Router policies that send all requests of a session to one worker."""
 
 _control = separate_sessions(max_connections=0, timeout_s=CONTROL_TIMEOUT_S)
 

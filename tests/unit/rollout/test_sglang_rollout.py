@@ -326,9 +326,10 @@ def test_an_interrupted_fan_out_starts_again_from_its_prompt(start_job):
 # ------------------------------------------------------------------------------------------ routing and seeds
 
 
-def test_the_routing_key_is_the_session_and_stays_with_the_sample(start_job):
+@pytest.mark.parametrize("policy", ["consistent_hashing", "manual"])
+def test_the_routing_key_is_the_session_and_stays_with_the_sample(start_job, policy):
     held = {"a": Plan(hold_after=1, holds=2)}
-    job = start_job(["b", "a"], held, rollout_batch_size=1, partial_rollout=True, router_policy="consistent_hashing")
+    job = start_job(["b", "a"], held, rollout_batch_size=1, partial_rollout=True, router_policy=policy)
     job.rollout(0)
     sessions = {s.session_id for s in job.source.buffer[0]}
     assert len(sessions) == 2
