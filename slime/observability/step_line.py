@@ -1,13 +1,15 @@
 """The line that the driver prints for each step, from ``metrics.jsonl``.
 
 step 12/40 | reward 0.683 | loss 0.0012 | grad 0.412 | gen 4.1k tok/s | 3.9 s = rollout 1.9 + train 1.6 + push 0.2
+  eval held_out 0.951 | eval held_out_greedy 0.988
 
-It has at most ``MAX_CHARS`` characters; metrics that do not fit are only in ``metrics.jsonl``.
+A line has at most ``MAX_CHARS`` characters; metrics that do not fit are only in ``metrics.jsonl``.  Evaluations follow
+on lines of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,20 @@ from slime.observability import telemetry
 from slime.observability.metrics_file import NewRecords, evaluations
 
 MAX_CHARS = 120
-_LEFT_OUT_FIRST = ("lr", "packed", "entropy", "kl", "len", "train", "gen", "|dlogp|", "value loss", "grad")
+_LEFT_OUT_FIRST = (
+    "lr",
+    "packed",
+    "entropy",
+    "kl",
+    "len",
+    "train",
+    "gen",
+    "|dlogp|",
+    "value loss",
+    "grad",
+    "loss",
+    "reward",
+)
 # label, metric names (the first one present is shown), format
 _FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("rollout/raw_reward", "rollout/rewards"), "{:.3f}"),
@@ -52,14 +67,20 @@ def _short(value: float) -> str:
     return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
 
 
+def _seconds(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
 def format_step(rollout_id: int, metrics: Mapping[str, Any], *, num_rollout: int | None = None) -> str:
-    """Return the line of step ``rollout_id`` (displayed from 1), without metrics that were not measured."""
+    """Return the line of step ``rollout_id`` (displayed from 1), without metrics that were not measured.
+
+    Evaluations follow in indented lines.
+    """
     parts = {"step": f"step {rollout_id + 1}" + (f"/{num_rollout}" if num_rollout else "")}
     for label, names, shape in _FIELDS:
         value = _first(metrics, names)
         if value is not None:
             parts[label] = f"{label} {shape.format(value)}"
-    parts |= {f"eval {name}": f"eval {name} {value:.3f}" for name, value in evaluations(metrics).items()}
     for label, name in _RATES:
         value = _first(metrics, (name,))
         if value is not None:
@@ -70,13 +91,24 @@ def format_step(rollout_id: int, metrics: Mapping[str, Any], *, num_rollout: int
     phases = [(label, value) for label, names in _PHASES if (value := _first(metrics, names)) is not None]
     total = _first(metrics, ("perf/time_step_s", "perf/step_time"))
     if phases:
-        spans = " + ".join(f"{label} {value:.1f}" for label, value in phases)
-        parts["seconds"] = f"{total:.1f} s = {spans}" if total is not None else f"seconds: {spans}"
+        spans = " + ".join(f"{label} {_seconds(value)}" for label, value in phases)
+        parts["seconds"] = f"{_seconds(total)} s = {spans}" if total is not None else f"seconds: {spans}"
     for label in _LEFT_OUT_FIRST:
         if len(" | ".join(parts.values())) > MAX_CHARS:
             parts.pop(label, None)
-    line = " | ".join(parts.values())
-    return line if len(line) <= MAX_CHARS else line[: MAX_CHARS - 3] + "..."
+    lines = [" | ".join(parts.values()), *_packed(f"eval {k} {v:.3f}" for k, v in evaluations(metrics).items())]
+    return "\n".join(line if len(line) <= MAX_CHARS else line[: MAX_CHARS - 3] + "..." for line in lines)
+
+
+def _packed(parts: Iterable[str]) -> list[str]:
+    """Return indented lines that hold as many of ``parts`` as fit."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(" | ") + len(part) <= MAX_CHARS:
+            lines[-1] += f" | {part}"
+        else:
+            lines.append(f"  {part}")
+    return lines
 
 
 class StepLine:

@@ -81,6 +81,7 @@ class RolloutWork:
         self.parallel: dict[str, int] | None = None
         """Sizes of the trainer's parallel groups, by which the train data is split; None until the trainer reports."""
         self.rollout_id = -1
+        """The last rollout begun here or in the loaded checkpoint; -1 before the first."""
         self._clock = GenerationClock(self.generate_rollout)
 
     def generate(self, rollout_id: int) -> list[Box] | None:
@@ -157,6 +158,8 @@ class RolloutWork:
     def load(self, rollout_id: int | None) -> None:
         """Restore the data position after ``rollout_id``, and what observers recorded after it."""
         self.data_source.load(rollout_id)
+        if rollout_id is not None:
+            self.rollout_id = rollout_id
         for observer in self.run.observers:
             observer.start((self.args.start_rollout_id or 0) if rollout_id is None else rollout_id + 1)
 

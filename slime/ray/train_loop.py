@@ -186,6 +186,12 @@ class TrainJob:
         """Evaluate the current policy on the evaluation sets."""
         self._wait_for_engines("eval", self.manager.eval.remote(rollout_id), what="the evaluation")
 
+    def evaluate_loaded(self) -> None:
+        """Evaluate the loaded weights and print the line of the step that made them, 0 for weights not yet trained."""
+        last = self.args.start_rollout_id - 1
+        self.evaluate(max(last, 0))
+        print(self._step_line.line(last, compute_rollout_step(self.args, last)), flush=True)
+
     def evaluate_if_due(self, rollout_id: int) -> None:
         """Evaluate if ``--eval-interval`` is due; with background evaluation, only start it."""
         if not should_run_periodic_action(rollout_id, self.args.eval_interval, self.rollouts_per_epoch):

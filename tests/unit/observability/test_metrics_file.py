@@ -100,8 +100,8 @@ def test_the_line_shows_what_was_measured_and_nothing_else() -> None:
     }
     line = format_step(11, metrics, num_rollout=40)
     assert line == (
-        "step 12/40 | reward 0.683 | loss 0.0012 | grad 0.412 | eval held_out 0.951 | "
-        "3.7 s = rollout 1.9 + train 1.6 + push 0.2"
+        "step 12/40 | reward 0.683 | loss 0.0012 | grad 0.412 | gen 4.1k tok/s | "
+        "3.7 s = rollout 1.9 + train 1.6 + push 0.2\n  eval held_out 0.951"
     )
     few = {name: value for name, value in metrics.items() if not name.startswith(("train", "eval"))}
     assert format_step(11, few) == (
@@ -110,9 +110,20 @@ def test_the_line_shows_what_was_measured_and_nothing_else() -> None:
     )
 
 
-def test_the_line_has_at_most_120_characters() -> None:
-    many = {f"eval/data_set_{number}": 0.5 for number in range(20)} | {"train/loss": 0.1}
-    line = format_step(0, many)
-    assert (
-        len(line) == 120 and line.startswith("step 1 | loss 0.1000 | eval data_set_0 0.500") and line.endswith("...")
+def test_no_line_has_more_than_120_characters() -> None:
+    many = {f"eval/data_set_{number}": 0.5 for number in range(20)} | {f"eval/{'x' * 200}": 1.0, "train/loss": 0.1}
+    step, *evals, cut = format_step(0, many).splitlines()
+    assert step == "step 1 | loss 0.1000" and cut.startswith("  eval xxx") and cut.endswith("...")
+    assert " | ".join(line.strip() for line in evals) == " | ".join(f"eval data_set_{n} 0.500" for n in range(20))
+    assert max(map(len, [*evals, cut])) == len(cut) == 120
+
+
+def test_the_phases_of_the_slowest_step_are_shown_whole() -> None:
+    names = ("wait_for_rollout", "train_critic", "train", "push", "save", "eval")
+    metrics = {f"perf/time_{name}_s": 1234.56 for name in names} | {"perf/time_step_s": 99999.9}
+    metrics |= {"rollout/raw_reward": -10.5, "train/loss": -0.5, "train/grad_norm": 1.0, "eval/held_out": 0.5}
+    step, evaluation = format_step(99998, metrics, num_rollout=99999).splitlines()
+    assert step == (
+        "step 99999/99999 | 100000 s = rollout 1235 + critic 1235 + train 1235 + push 1235 + save 1235 + eval 1235"
     )
+    assert len(step) <= 120 and evaluation == "  eval held_out 0.500"

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 import train
 from slime.flags.observability import TrackingConfig
 from slime.observability import telemetry
@@ -45,12 +47,25 @@ def test_with_optimizer_steps_as_axis_a_step_has_its_own_metrics_and_its_times_b
     assert all((record["perf/time_train_s"], record["perf/time_train_critic_s"]) == (1.0, 2.0) for record in records)
 
 
-def test_a_job_of_no_rollouts_evaluates_and_prints_the_result(monkeypatch):
+@pytest.mark.parametrize(("start", "asked", "line"), [(30, 29, "step 30"), (0, 0, "step 0")])
+def test_a_job_of_no_rollouts_evaluates_and_prints_the_step_of_the_checkpoint(
+    monkeypatch, tmp_path, capsys, start, asked, line
+):
+    path = tmp_path / "metrics.jsonl"
+    job = TrainJob.__new__(TrainJob)
+    job.args = Namespace(num_rollout=0, start_rollout_id=start, eval_interval=20, wandb_always_use_train_step=False)
+    job._step_line = StepLine(path, num_rollout=0)
+
+    def evaluate(rollout_id):
+        append_record(path, {"eval/step": rollout_id, "eval/held_out": 0.5, "perf/time_eval_s": 1.5})
+
     calls = []
-    steps = {name: lambda *_, name=name: calls.append(name) for name in ("evaluate", "report", "finish")}
-    monkeypatch.setattr(train, "start_job", lambda args: SimpleNamespace(**steps))
-    train.train(Namespace(num_rollout=0, start_rollout_id=6, eval_interval=20))
-    assert calls == ["evaluate", "report", "finish"]
+    monkeypatch.setattr(job, "evaluate", lambda rollout_id: (calls.append(rollout_id), evaluate(rollout_id)))
+    monkeypatch.setattr(job, "finish", lambda: calls.append("finish"))
+    monkeypatch.setattr(train, "start_job", lambda args: job)
+    train.train(job.args)
+    assert calls == [asked, "finish"]
+    assert capsys.readouterr().out == f"{line} | seconds: eval 1.5\n  eval held_out 0.500\n"
 
 
 def test_a_resumed_run_with_nothing_left_says_so(caplog):
