@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import textwrap
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 from slime.flags.config import BackendFlags
 from slime.flags.hooks import HOOKS, Hook
+from slime.flags.reward import RewardConfig
 from slime.utils.errors import HookError, did_you_mean
 from slime.utils.plugins import IMPORT_TIMEOUT_S, import_plugin, is_coroutine_function, said_by
 
@@ -42,6 +44,8 @@ def check_hooks_on_driver(args: Namespace) -> None:
             target = check_import(hook, path, where, timeout_s=args.plugin_import_timeout_s)
             if hasattr(target, "check_args") and args.runs_here:
                 target.check_args(args)
+            if hook.flag == "--custom-rm-path" and not RewardConfig.of(args).takes_any_reward:
+                check_returns_reward(path, where, target)
         else:
             check_source(hook, path, where)
     check_spec_source(BackendFlags.of(args).spec)
@@ -103,6 +107,56 @@ def check_import(hook: Hook, path: str, where: str, *, timeout_s: float = IMPORT
         return target  # builtins have no signature
     check_signature(hook, path, where, signature)
     return target
+
+
+def check_returns_reward(path: str, where: str, target: Any) -> None:
+    """Check in the source of a reward function that it can return a reward.
+
+    The function is not called: a reward may cost money, need a server, or count its calls.
+
+    Raises:
+        HookError: it returns nothing but None or text.
+    """
+    if not inspect.isfunction(target) or inspect.unwrap(target) is not target:
+        return
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(target)))
+    except (OSError, SyntaxError):
+        return  # it has no source of its own, as a lambda or a generated function
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    inside = list(_own_nodes(function))
+    returned = [_kinds_of(node.value) for node in inside if isinstance(node, ast.Return)]
+    if not returned and isinstance(function.body[-1], ast.Raise | ast.While):
+        return  # it never returns
+    kinds = set[str]().union(*returned) or {"None"}
+    if kinds <= {"None", "str"} and not any(isinstance(node, ast.Yield | ast.YieldFrom) for node in inside):
+        raise HookError(
+            f"{where}: {path} returns {' and '.join(sorted(kinds))} only; it must return a number, or a dict whose "
+            f"entry --reward-key names. Correct it, and try it with `slime check {path}`."
+        )
+
+
+def _own_nodes(parent: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes below ``parent`` without those of functions and classes inside it."""
+    for node in ast.iter_child_nodes(parent):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield node
+            yield from _own_nodes(node)
+
+
+def _kinds_of(value: ast.expr | None) -> set[str]:
+    """Return ``None``, ``str`` or ``other`` for what an expression may give."""
+    match value:
+        case None | ast.Constant(value=None):
+            return {"None"}
+        case ast.JoinedStr() | ast.Constant(value=str()):
+            return {"str"}
+        case ast.IfExp():
+            return _kinds_of(value.body) | _kinds_of(value.orelse)
+        case _:
+            return {"other"}
 
 
 def _has_no(module: str, attribute: str, names: Iterable[str], path: str) -> str:

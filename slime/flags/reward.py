@@ -86,6 +86,14 @@ class RewardConfig(FlagConfig, flags=(add_reward_arguments,)):
     """Model folder, whose tokenizer has the end tokens that are removed before grading."""
     custom_rm_path: str | None = None
     custom_reward_post_process_path: str | None = None
+    custom_convert_samples_to_train_data_path: str | None = None
+    rollout_sample_hook_path: list[str] | None = None
+
+    @property
+    def takes_any_reward(self) -> bool:
+        """Whether a plug-in sees the rewards before they must be numbers."""
+        later = (self.custom_convert_samples_to_train_data_path, self.rollout_sample_hook_path)
+        return bool(self.custom_reward_post_process_path or any(later))
 
     @property
     def eval_key(self) -> str | None:

@@ -146,4 +146,4 @@ async def set_reward(config: RewardConfig, sample: Sample, reward: float, failur
     if failure is not None:
         leave_out(config, sample, failure)
     elif not has_grader:
-        sample.reward = (await grade_by_policy(config, [sample], grade))[0]
+        sample.reward = (await grade_by_policy(config, [sample], grade, grader="the environment"))[0]

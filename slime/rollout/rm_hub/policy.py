@@ -87,7 +87,7 @@ async def grade_by_policy(
     samples: Sequence[Sample],
     grade: Callable[[], Awaitable[Sequence[Any]]],
     *,
-    may_vary: bool = True,
+    grader: str | None,
 ) -> Sequence[Any]:
     """Return the rewards of ``samples`` from ``grade``; failures get the reward of ``--rm-failure-policy``.
 
@@ -95,7 +95,7 @@ async def grade_by_policy(
         config: Reward flags of the run.
         samples: Samples to grade.
         grade: Returns one reward for each sample.
-        may_vary: Whether rewards may be of different kinds for different responses, so that each must be checked.
+        grader: The grader's name, for errors; None if its rewards need no check.
 
     Raises:
         ConfigError, HookError, NotImplementedError, ImportError: raised by ``grade``.
@@ -113,12 +113,12 @@ async def grade_by_policy(
         return rewards  # the caller reports the wrong shape and names the function
     graded = []
     for sample, reward in zip(samples, map(plain_reward, rewards), strict=True):
-        problem = problem_with_reward(config, reward) if may_vary else None
+        problem = None if grader is None else problem_with_reward(config, reward)
         if problem is None:
             FAILURES.succeeded()
             graded.append(reward)
         else:
-            failure = ValueError(problem)
+            failure = ValueError(f"{grader}: {problem}")
             _record_failure(config, [sample], failure)
             graded.append(_failed_reward(config, sample, failure))
     return graded
@@ -171,23 +171,26 @@ def problem_with_reward(config: RewardConfig, reward: Any) -> str | None:
     """Return why a reward is unusable for training; None if it is usable.
 
     Numbers must be finite.  If a reward key is set, a reward must be a dict with that key or a plain number, since an
-    evaluation set may use a grader that returns numbers.  Without ``--reward-key``, other types are left to
-    ``--custom-reward-post-process-path`` if given.
+    evaluation set may use a grader that returns numbers.  Without ``--reward-key``, other types are left to a plug-in
+    that sees the rewards first, if there is one.
     """
-    keys, values = _reward_keys(config), [reward]
-    reads_entry = config.reward_key is not None or not config.custom_reward_post_process_path
-    if keys and reads_entry and reward is not None and not isinstance(reward, Real):
-        if not isinstance(reward, Mapping):
-            shown = str(reward)[:200]
-            return f"the reward is {shown!r}; with --reward-key {keys[0]} it must be an object with that key"
-        values = [reward[key] for key in keys if key in reward]
-        if not values:
+    keys, value = _reward_keys(config), reward
+    if config.reward_key is None and config.takes_any_reward and not isinstance(reward, Real):
+        return None
+    if keys and isinstance(reward, Mapping):
+        found = [key for key in keys if key in reward]
+        if not found:
             entries = ", ".join(map(str, reward)) or "no entries"
             return f"the reward has {entries}; --reward-key wants {' or '.join(keys)}"
-    for value in values:
-        if isinstance(value, Real) and not is_finite(value):
-            return f"the reward is {value}; it must be finite"
-    return None
+        bad = (key for key in found if not isinstance(reward[key], Real) or not is_finite(reward[key]))
+        value = reward[next(bad, found[0])]
+    if isinstance(value, Real) and not is_finite(value):
+        return f"the reward is {value}; it must be finite"
+    if isinstance(value, Real):
+        return None
+    allowed = f"a number, or an object whose entry {keys[0]!r} (--reward-key) is one" if keys else "a number"
+    advice = "; name its entry with --reward-key" if isinstance(value, Mapping) and not keys else ""
+    return f"the reward is {repr(value)[:200]} ({type(value).__name__}); it must be {allowed}{advice}"
 
 
 def _reward_keys(config: RewardConfig) -> list[str]:

@@ -379,7 +379,7 @@ def test_what_was_not_graded_is_asked_for_again_after_a_restart(tmp_path):
     [group] = process.source.get_samples(1)
     for sample in group:
         process.answer(sample, "stop")
-        [sample.reward] = asyncio.run(grade_by_policy(RewardConfig.of(Namespace()), [sample], fails))
+        [sample.reward] = asyncio.run(grade_by_policy(RewardConfig.of(Namespace()), [sample], fails, grader="fails"))
     assert not any(sample.is_graded for sample in group)
     process.ledger.journal.record_finished(group)
     process.die()

@@ -189,6 +189,32 @@ def test_the_model_spec_is_looked_for_without_importing_it(plug_in):
             check_hooks_on_driver(no_hooks(spec=list(spec)))
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("print(sample)", "returns None only"),
+        ("x = lambda: 1\n    def inner():\n        return 1\n    inner()", "returns None only"),
+        ("return 'yes' if sample else None", "returns None and str only"),
+        ("if sample:\n        return f'{sample}'\n    return", "returns None and str only"),
+        ("return 1.0 if sample else None", None),
+        ("return score(sample)", None),
+        ("raise RuntimeError('no server')", None),
+        ("if sample:\n        return 0\n    print(sample)", None),
+    ],
+)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_reward_function_that_returns_no_reward_is_refused_without_a_call(plug_in, make_args, kind, body, said):
+    path = plug_in(f"{kind} hook(args, sample, **kwargs):\n    {body}\n")
+    args = make_args("--custom-rm-path", path)
+    args.eval_datasets, args.runs_here = [], True
+    if said is None:
+        return check_hooks_on_driver(args)
+    with pytest.raises(HookError, match=rf"--custom-rm-path: {path} {said}; .*`slime check {path}`"):
+        check_hooks_on_driver(args)
+    args.custom_reward_post_process_path = plug_in("def hook(args, samples): ...")
+    check_hooks_on_driver(args)
+
+
 def test_a_plug_in_may_refuse_a_run_that_cannot_work_with_it(plug_in):
     source = (
         "async def hook(args, sample, sampling_params): ...\n"

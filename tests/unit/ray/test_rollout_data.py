@@ -182,7 +182,9 @@ def test_a_failed_grading_moves_no_advantage_of_its_group(key):
 
     rewards = [1.0, 1.0, 1.0, None] if key is None else [{key: 1.0}] * 3 + [None]
     group = [sample(index=i, group_index=0, rollout_id=i, reward=reward) for i, reward in enumerate(rewards)]
-    [group[3].reward] = asyncio.run(grade_by_policy(RewardConfig.of(Namespace(reward_key=key)), group[3:], fails))
+    [group[3].reward] = asyncio.run(
+        grade_by_policy(RewardConfig.of(Namespace(reward_key=key)), group[3:], fails, grader="fails")
+    )
     flags = {"n_samples_per_prompt": 4, "rewards_normalization": True, "reward_key": key}
     batch = train_data(group, **flags)
     assert batch.rewards == [0.0] * 4 and batch.graded == [True, True, True, False]

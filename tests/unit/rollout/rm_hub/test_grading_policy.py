@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from argparse import Namespace
@@ -95,11 +96,30 @@ def test_mistakes_of_the_flags_end_the_run_under_every_policy(response, error):
 
 
 @pytest.mark.parametrize(
-    ("response", "reward"), [("dict", {"score": 2.0}), ("text", {"score": 0.0}), ("ok", 1.0), ("none", None)]
+    ("response", "reward"), [("dict", {"score": 2.0}), ("text", {"score": 0.0}), ("ok", 1.0), ("none", {"score": 0.0})]
 )
 def test_a_reward_key_wants_an_object_that_has_it(response, reward):
     assert grade(response, reward_key="score", eval_reward_key="score")[0] == reward
     assert grade("dict", reward_key="acc")[0] == {"acc": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("response", "said"),
+    [
+        ("text", r"the reward is 'seven' \(str\); it must be a number$"),
+        ("none", r"the reward is None \(NoneType\); it must be a number$"),
+        ("dict", r"\(dict\); it must be a number; name its entry with --reward-key$"),
+    ],
+)
+def test_what_is_no_reward_is_named_at_the_first_grading_unless_a_plug_in_reads_it(response, said):
+    reward, sample = grade(response)
+    assert reward == 0.0 and not sample.is_graded
+    error = sample.metadata["reward_error"]
+    assert error.startswith("ValueError: moody (`slime check moody` calls it as a run does): the reward is ")
+    assert re.search(said, error)
+    for flag in ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"):
+        reward, sample = grade(response, **{flag: "a.b"})
+        assert sample.is_graded and reward == asyncio.run(moody(args(), Sample(response=response)))
 
 
 def test_a_tensor_of_one_number_is_a_reward():
