@@ -188,6 +188,7 @@ def facts_of(run: Run) -> list[list[str]]:
     """Return pairs of a name and a text: what ran where."""
     config, hardware = run.config, run.config.get("hardware", {})
     gpus = hardware.get("gpus") or ["no GPU"]
+    classes = ", ".join(f"{one.num_gpus} {one.name}" for one in run.gpu_classes)
     git = config.get("git", {})
     commit = (git.get("commit") or "unknown")[:12] + (" with changes" if git.get("changed") else "")
     spans = _own_spans(run)
@@ -200,7 +201,7 @@ def facts_of(run: Run) -> list[list[str]]:
         "steps": f"{len(run.rollouts)} of {'?' if run.num_rollout is None else run.num_rollout}",
         "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begin)) if begin else "unknown",
         "took": f"{(end - begin) / 60:.1f} minutes" if begin is not None and end is not None else "unknown",
-        "GPUs": ", ".join(f"{one.num_gpus} {one.name}" for one in run.gpu_classes) + f"; driver: {gpus[0]}",
+        "GPUs": f"{classes}; driver: {gpus[0]}" if run.has_gpus else f"none; logical ones: {classes}",
         "host": f"{hardware.get('host', 'unknown')}, {hardware.get('cpus', '?')} cores",
         "commit": commit,
         "versions": ", ".join(f"{name} {value}" for name, value in config.get("versions", {}).items() if value),
@@ -234,11 +235,12 @@ def verdict_of(
     if total:
         shares = sorted(((v / total, k) for k, v in where["total"].items()), reverse=True)
         said.append("Most time: " + ", ".join(f"{cause} {share:.0%}" for share, cause in shares[:4]) + ".")
+        what = "GPUs" if run.has_gpus else "processes"
         lost = where["total"].get("longest answer", 0.0) / total
         if lost > 0.1:
-            said.append(f"{lost:.0%} of the GPUs' time is spent waiting for the longest 3 % of the answers.")
+            said.append(f"{lost:.0%} of the {what}' time is spent waiting for the longest 3 % of the answers.")
         if (idle := where["total"].get(IDLE, 0.0) / total) > 0.2:
-            said.append(f"GPUs are idle for {idle:.0%} of the time.")
+            said.append(f"The {what} are idle for {idle:.0%} of the time.")
     return [sentence for sentence in said + _troubles(run) if sentence]
 
 
@@ -349,6 +351,7 @@ def time_of(run: Run, rollouts: Sequence[Rollout] = ()) -> dict[str, Any]:
         "causes": list(CAUSES),
         "cause_of": ENGINE_SPANS | TRAINER_SPANS,
         "gpus": sum(one.num_gpus for one in run.gpu_classes),
+        "unit": "GPU" if run.has_gpus else "logical GPU",
         "wall": round(end - begin - sum(again - stop for stop, again in pauses), 3),
     }
 
@@ -360,13 +363,23 @@ def _own_spans(run: Run) -> list[Span]:
 
 
 def _pauses(run: Run, spans: Sequence[Span]) -> list[tuple[float, float]]:
-    """Return the times between the end of a job of this run and the start of the next one, which no GPU counts."""
+    """Return the times between the end of a job of this run and the start of the next one, which no GPU counts.
+
+    A job that was killed ends with its last span or event.
+    """
     ends = [one["time"] for one in run.events if one["event"] in ("finish", "failed") and "time" in one]
-    found = []
+    signs = [*(one["time"] for one in run.events if "time" in one), *(span.start for span in spans)]
+    stops: dict[float, float] = {}  # start of a job -> end of the one before
+    for again in (span.start for span in spans if (span.name, span.process) == ("start", "driver")):
+        if before := [moment for moment in signs if moment < again - SAME_MOMENT_S]:
+            stops[again] = max(before)
     for stop in ends:
-        under_way = max((span.end for span in spans if span.start < stop), default=stop)
-        again = min((span.start for span in spans if span.start >= stop), default=stop)
-        if again > max(stop, under_way):
+        if later := [span.start for span in spans if span.start >= stop]:
+            stops[min(later)] = stop
+    found = []
+    for again, stop in sorted(stops.items()):
+        under_way = max((span.end for span in spans if span.start < again - SAME_MOMENT_S), default=stop)
+        if max(stop, under_way) < again:
             found.append((max(stop, under_way), again))
     return found
 

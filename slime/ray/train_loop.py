@@ -37,6 +37,7 @@ from slime.ray.parts import Parts, load_all
 from slime.ray.save_lock import lock_outputs
 from slime.ray.startup import create_rollout_manager, create_training_models, make_actor, save_position
 from slime.ray.trainers import Trainers
+from slime.ray.utils import cluster_has_accelerators
 from slime.ray.waiting import forget_all, unwatched, wait_for
 from slime.utils.misc import Box, should_run_periodic_action
 
@@ -89,7 +90,8 @@ class TrainJob:
         self._step_began = time.time()
         self.start_parts()
         self.push_weights()
-        event("start", rollout=args.start_rollout_id, num_rollout=args.num_rollout)
+        facts = {"num_rollout": args.num_rollout, "has_gpus": cluster_has_accelerators()}
+        event("start", rollout=args.start_rollout_id, **facts)
         tell_if_finished(args.load, args.start_rollout_id, args.num_rollout)
         span("start", self._step_began, time.time())
         self._step_began = time.time()

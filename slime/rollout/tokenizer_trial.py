@@ -161,9 +161,9 @@ def judge(rows: list[Row], answers: list[dict[str, Any]], template: str) -> None
         DataError: the template refuses a row, or renders text that cannot be trained on.
     """
     for (where, messages, kwargs), answer in zip(rows, answers, strict=True):
+        if isinstance(messages, str):
+            continue  # nothing rendered it
         if "reason" in answer:
             raise refused(where, messages, answer["reason"])
-        if isinstance(messages, str):
-            continue
         check_rendered(answer["text"], messages, kwargs, template, where)
         check_roles(template, messages, answer["text"], where)

@@ -28,10 +28,10 @@ const views = {
     if (!sum) return [el("p", { text: "The run has recorded no spans." })];
     const causes = Object.entries(time.total).sort((a, b) => b[1] - a[1]);
     const rows = causes.map(([cause, s]) => [el("span", {}, el("span", { class: "swatch", style: { background: color(cause) } }), cause), s, `${(100 * s / sum).toFixed(1)} %`]);
-    const perStep = { title: "Seconds times GPUs of each step", about: "The largest causes.", x: time.steps.map((one) => one.step), series: causes.slice(0, 4).map(([cause]) => ({ label: cause, y: time.steps.map((one) => one.s[cause] || 0) })) };
+    const perStep = { title: `Seconds times ${time.unit}s of each step`, about: "The largest causes.", x: time.steps.map((one) => one.step), series: causes.slice(0, 4).map(([cause]) => ({ label: cause, y: time.steps.map((one) => one.s[cause] || 0) })) };
     return [
-      el("p", { text: `${show(time.gpus)} ${time.gpus === 1 ? "GPU" : "GPUs"} (logical on a CPU) for ${show(time.wall, 5)} s are ${show(sum, 5)} GPU-seconds: every one has one cause.` }),
-      bar(causes, sum), table(["cause", "GPU-seconds", "share"], rows, "GPU-seconds by cause"), plots([perStep, ...time.plots]), ...timeline(),
+      el("p", { text: `${show(time.gpus)} ${time.unit}${time.gpus === 1 ? "" : "s"} for ${show(time.wall, 5)} s are ${show(sum, 5)} ${time.unit}-seconds: every one has one cause.` }),
+      bar(causes, sum), table(["cause", `${time.unit}-seconds`, "share"], rows, `${time.unit}-seconds by cause`), plots([perStep, ...time.plots]), ...timeline(),
       el("p", { class: "soft", text: "All spans are in spans.json of the run, for ui.perfetto.dev." }),
     ];
   },

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from slime.ext.record.accounting import GpuClass, Span, gpu_classes
-from slime.ext.record.run_record import CONFIG_FILE
+from slime.ext.record.run_record import CONFIG_FILE, is_alive
 from slime.ext.record.sample_record import BEFORE_ALL, rollout_of, samples_path
 from slime.ext.record.writer import EVENTS_FILE, SAMPLES_FOLDER, SPANS_FILE
 from slime.observability.metrics_file import FILE_NAME, START_KEY, merge_by_step, parse_record, read_records
@@ -49,10 +49,16 @@ class Run:
 
     @property
     def num_rollout(self) -> int | None:
-        """Rollouts of the whole run, as its last start said: with ``--num-epoch`` no flag does."""
-        starts = [one for one in self.events if one["event"] == "start" and one.get("num_rollout") is not None]
+        """Rollouts of the whole run, as the last start that trains said: with ``--num-epoch`` no flag does."""
+        starts = [one for one in self.events if one["event"] == "start" and one.get("num_rollout")]
         length: int | None = starts[-1]["num_rollout"] if starts else self.value("num_rollout")
         return length
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether the run has real GPUs: its cluster by the last start, else the driver's machine."""
+        said = [one["has_gpus"] for one in self.events if "has_gpus" in one]
+        return bool(said[-1] if said else self.config.get("hardware", {}).get("gpus"))
 
     @property
     def gpu_classes(self) -> list[GpuClass]:
@@ -64,11 +70,18 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The end of the last start: ``finished``, ``stopped`` (Ctrl-C), ``failed`` or ``running or cut off``."""
-        last = [one for one in self.events if one["event"] in ("start", "finish", "failed")][-1:]
-        if last and last[0]["event"] == "failed":
-            return "stopped" if last[0].get("code", 0) > 128 else "failed"
-        return "finished" if last and last[0]["event"] == "finish" else "running or cut off"
+        """How the last start ended: ``finished``, ``stopped`` (Ctrl-C), ``failed`` or ``cut off`` (killed); else
+        ``running``.  A start on another machine that has not ended is ``running or cut off``.
+        """
+        alive = is_alive(self.config.get("process", {}))
+        ends = [one for one in self.events if one["event"] in ("start", "finish", "failed")][-1:]
+        has_begun_since = alive and self.config["time"] > max((one.get("time", 0) for one in ends), default=0)
+        last = "start" if has_begun_since or not ends else ends[0]["event"]
+        if last == "failed":
+            return "stopped" if ends[0].get("code", 0) > 128 else "failed"
+        if last == "finish":
+            return "finished"
+        return {True: "running", False: "cut off", None: "running or cut off"}[alive]
 
     @property
     def digests(self) -> dict[int, str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import os
 import platform
 import re
 import shutil
@@ -181,6 +182,7 @@ def _write_config(args: Namespace, folder: Path) -> None:
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "git": _git(),
         "hardware": _hardware(),
+        "process": own_process(),
     }
     # A path that is no UTF-8 has half surrogate pairs, of which this makes JSON's own escapes.
     text = json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace")
@@ -216,6 +218,32 @@ def _git() -> dict[str, Any]:
         return {"commit": ask("rev-parse", "HEAD"), "changed": ask("status", "--porcelain", "-uno").splitlines()[:100]}
     except (OSError, subprocess.SubprocessError):
         return {}
+
+
+def own_process() -> dict[str, Any]:
+    """Return what identifies this process: its machine (boot and PID namespace), its PID, and when it started."""
+    return {"machine": _machine(), "pid": os.getpid(), "started": _start_of(os.getpid())}
+
+
+def is_alive(process: Mapping[str, Any]) -> bool | None:
+    """Return whether the process that ``own_process`` described runs; None if it belongs to another machine."""
+    if process.get("machine") != _machine():
+        return None
+    return _start_of(process["pid"]) == process["started"]
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _start_of(pid: int) -> int | None:
+    """Return a process's start in clock ticks since boot; None if it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else int(fields[18])
 
 
 def _hardware() -> dict[str, Any]:

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import re
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -104,8 +106,8 @@ def test_runs_are_listed_with_their_steps_reward_and_state(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == list(runs.COLUMNS)
     assert {line.split(maxsplit=2)[2] for line in lines[1:]} == {
-        f"8/8    0.875   finished            {tmp_path}/a/done",
-        f"8/8    0.875   running or cut off  {tmp_path}/b",
+        f"8/8    0.875   finished  {tmp_path}/a/done",
+        f"8/8    0.875   running   {tmp_path}/b",
     }
     with pytest.raises(SystemExit):
         runs.main([str(tmp_path / "nothing")])
@@ -122,7 +124,7 @@ def test_a_run_of_epochs_without_a_trainer_has_the_length_that_it_started_with_a
     append_record(tmp_path / "metrics.jsonl", {"rollout/raw_reward": 0.5, "rollout/step": 0})
     recording.stop()
     facts = dict(report.facts_of(read_run(tmp_path)))
-    assert (facts["steps"], facts["GPUs"]) == ("1 of 4", "1 engines; driver: no GPU")
+    assert (facts["steps"], facts["GPUs"]) == ("1 of 4", "none; logical ones: 1 engines")
     assert runs.row_of(tmp_path)[1] == "1/4"
 
 
@@ -322,7 +324,7 @@ def test_a_run_that_was_cut_off_is_shown_as_far_as_it_went(tmp_path):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[: len(content) - 20])
     data = data_in(report.page_of(read_run(folder)))
-    assert data["state"] == "running or cut off" and data["samples"]["all"] == 4 * (NUM_STEPS - 1)
+    assert data["state"] == "running" and data["samples"]["all"] == 4 * (NUM_STEPS - 1)
     for name in ("config.json", "events.jsonl", "spans.json"):
         (folder / name).unlink()
     assert data_in(report.page_of(read_run(folder)))["time"]["total"] == {}
@@ -383,9 +385,72 @@ def test_the_time_between_two_jobs_of_a_run_and_what_an_older_run_did_are_no_tim
     time = report.time_of(read_run(folder))
     assert time["wall"] == pytest.approx(21) and sum(time["total"].values()) == pytest.approx(42)
     assert "Loss fell from 2 to 1." in data_in(report.page_of(read_run(folder)))["verdict"]
-    assert read_run(folder).state == "running or cut off"
+    assert read_run(folder).state == "running"
     append_record(folder / "events.jsonl", {"event": "failed", "code": 130})
     assert read_run(folder).state == "stopped"
+
+
+def test_the_time_between_a_killed_job_and_its_resume_does_not_count(tmp_path):
+    args = Namespace(save=str(tmp_path), value_origins={}, colocate=True, rollout_num_gpus=1)
+    recording.start(args, "driver", primary=True)
+    append_record(tmp_path / "metrics.jsonl", {"rollout/raw_reward": 0.0, "rollout/step": 0})
+    for begin in (1000.0, 2000.0):  # killed within step 2, which leaves an event behind
+        recording.span("start", begin, begin + 10)
+        recording.span("step", begin + 10, begin + 20, rollout=0)
+    recording.stop()
+    killed = {"event": "recorded", "time": 1023.0, "file": "rollout_000001.parquet"}
+    append_record(tmp_path / "events.jsonl", killed)
+    time = report.time_of(read_run(tmp_path))
+    assert time["wall"] == pytest.approx(43) and sum(time["total"].values()) == pytest.approx(43)
+    assert time["total"]["start and recovery"] == pytest.approx(20)
+
+
+@pytest.mark.parametrize("has_gpus", [False, True])
+def test_gpus_are_named_where_the_run_has_some(tmp_path, has_gpus):
+    flags = {"colocate": True, "rollout_num_gpus": 2, "actor_num_gpus_per_node": 2}
+    args = Namespace(save=str(tmp_path), value_origins=dict.fromkeys(flags, "flag"), **flags)
+    recording.start(args, "driver", primary=True)
+    recording.event("start", rollout=0, num_rollout=1, has_gpus=has_gpus)
+    recording.span("step", 1000.0, 1010.0, rollout=0)
+    append_record(tmp_path / "metrics.jsonl", {"rollout/raw_reward": 0.5, "rollout/step": 0})
+    recording.stop()
+    data = data_in(report.page_of(read_run(tmp_path)))
+    facts = dict(data["facts"])
+    assert facts["GPUs"] == ("2 all; driver: no GPU" if has_gpus else "none; logical ones: 2 all")
+    what = "GPUs" if has_gpus else "processes"
+    assert f"The {what} are idle for 100% of the time." in data["verdict"]
+    assert data["time"]["unit"] == ("GPU" if has_gpus else "logical GPU")
+
+
+def test_a_killed_run_of_this_machine_is_cut_off_and_a_resumed_one_runs_again(tmp_path):
+    folder = write_run(tmp_path / "run", has_ended=False)
+    config = json.loads((folder / "config.json").read_text())
+
+    def state_of(**process) -> str:
+        changed = config | {"process": config["process"] | process}
+        (folder / "config.json").write_text(json.dumps(changed))
+        return read_run(folder).state
+
+    killed = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    killed.kill()
+    assert os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # a zombie still
+    assert state_of(pid=killed.pid) == "cut off"
+    killed.wait()
+    assert state_of(pid=killed.pid) == "cut off"
+    assert state_of(started=config["process"]["started"] - 1) == "cut off"  # another process has its PID
+    assert state_of(machine="elsewhere") == "running or cut off"
+    assert state_of() == "running"
+    append_record(folder / "events.jsonl", {"event": "failed", "code": 1})
+    assert state_of() == "failed"
+    config["time"] += 3600  # it was started again
+    assert (state_of(), state_of(pid=killed.pid), state_of(machine="elsewhere")) == ("running", "failed", "failed")
+
+
+def test_an_evaluation_alone_does_not_change_the_length_of_the_run(tmp_path):
+    folder = write_run(tmp_path / "run")
+    for num_rollout in (NUM_STEPS, 0):
+        append_record(folder / "events.jsonl", {"event": "start", "num_rollout": num_rollout})
+    assert read_run(folder).num_rollout == NUM_STEPS
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -449,7 +449,7 @@ def test_the_page_of_watch_shows_a_step_that_came_meanwhile_unless_samples_are_r
         steps_are("10 of 8")
         (folder / "elsewhere").rename(folder / "metrics.jsonl")
         pass_time()
-        page.get_by_role("heading", name="growing: running or cut off").wait_for()
+        page.get_by_role("heading", name="growing: running").wait_for()
         page.said[:] = [text for text in page.said if "503" not in text]
         server.shutdown()
 
