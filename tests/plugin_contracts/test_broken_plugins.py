@@ -65,7 +65,13 @@ BROKEN = {
     "custom-reward-post-process": [("def hook(args, samples): return [1.0], [1.0]", "1 raw rewards for 8 samples")],
     "custom-convert-samples-to-train-data": [("def hook(args, samples): return {}", "split among trainer ranks")],
     "rollout-data-postprocess": [
-        ("def hook(args, rollout_id, data): data['advantages'] = None", "no list of tensors")
+        ("def hook(args, rollout_id, data): data['advantages'] = None", "advantages is a NoneType")
+    ],
+    "custom-advantage": [
+        ("def hook(args, data): return data['rewards']", '["returns"], each a list of one tensor'),
+        ("def hook(args, data): return data['rewards']", "advantages is not set; it returned a list"),
+        ("def hook(args, data): data['advantages'] = data['returns'] = [1.0] * 8", "advantages is a list of float"),
+        ("def hook(args, data): raise ValueError('odd')", "raised ValueError: odd"),
     ],
     "custom-loss": [
         ("def hook(args, batch, logits, r): return logits.detach().sum(), {}", "a finite loss with a gradient"),
@@ -94,6 +100,27 @@ def test_a_broken_promise_is_found_and_named(tmp_path, monkeypatch, hook, source
 def test_a_blocked_event_loop_is_a_warning(tmp_path, monkeypatch):
     findings = examine("custom-rm", write(tmp_path, monkeypatch, BLOCKING), Bench(tmp_path))
     assert not findings.failures and any("blocked for" in detail for _, _, detail in findings.steps)
+
+
+ADVANTAGES = """
+def hook(args, data):
+    data["advantages"] = data["returns"] = [reward + 0 * one for reward, one in zip(data["rewards"], data["{}"])]
+"""
+
+
+@pytest.mark.parametrize(
+    ("column", "flags", "verdicts"),
+    [
+        ("log_probs", [], ["ok", "warn"]),
+        ("rollout_log_probs", [], ["ok"]),
+        ("log_probs", ["--use-rollout-logprobs"], ["FAIL"]),
+        ("rollout_log_probs", ["--use-rollout-logprobs"], ["ok"]),
+    ],
+)
+def test_an_advantage_function_may_read_the_log_probs_that_its_run_has(tmp_path, monkeypatch, column, flags, verdicts):
+    path = write(tmp_path, monkeypatch, ADVANTAGES.format(column))
+    findings = examine("custom-advantage", path, Bench(tmp_path, flags))
+    assert [verdict for verdict, *_ in findings.steps][1:] == verdicts, findings.report()
 
 
 def test_every_hook_has_a_contract_and_is_found_by_its_short_name():

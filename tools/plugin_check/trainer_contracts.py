@@ -35,9 +35,15 @@ def rank_data(args: Namespace, bench: Bench) -> dict[str, Any]:
 def check_per_token(data: dict[str, Any], name: str) -> None:
     """A column with one finite tensor for each sample, as long as its response."""
     values = data.get(name)
-    expect(isinstance(values, list), f"{name} is {type(values).__name__}, no list of tensors")
+    tensors = isinstance(values, list) and all(isinstance(value, torch.Tensor) and value.ndim for value in values)
+    expect(tensors, f"{name} is {_shown(values)}; it must be a list of one tensor for each sample")
     expect([len(v) for v in values] == list(data["response_lengths"]), f"{name} are not as long as the responses")
     expect(all(bool(torch.isfinite(v).all()) for v in values), f"{name} are not finite")
+
+
+def _shown(values: Any) -> str:
+    first = f" of {type(values[0]).__name__}" if isinstance(values, list) and values else ""
+    return f"a {type(values).__name__}{first}"
 
 
 def start(args: Namespace) -> None:
@@ -61,14 +67,36 @@ def _postprocess(findings: Findings, bench: Bench, flag: str, path: str) -> None
 def _advantages(findings: Findings, bench: Bench, flag: str, path: str) -> None:
     args = bench.args(flag, path, trainer=True)
     start(args)
-    for has_log_probs in (True, False):
-        with findings.step(f"it sets advantages and returns ({'with' if has_log_probs else 'without'} log_probs)"):
-            data = rank_data(args, bench)
-            for name in ("advantages", "returns", *(() if has_log_probs else ("log_probs", "ref_log_probs"))):
-                data.pop(name)
-            load_function(path)(args, data)
-            for name in ("advantages", "returns"):
-                check_per_token(data, name)
+
+    def set_columns(*missing: str) -> None:
+        data = rank_data(args, bench)
+        for name in ("advantages", "returns", *missing):
+            data.pop(name)
+        given = ", ".join(sorted(data))
+        returned = load_function(path)(args, data)
+        advice = f"; it returned a {type(returned).__name__}, which nobody reads" if returned is not None else ""
+        for name in ("advantages", "returns"):
+            expect(
+                data.get(name) is not None,
+                f'it got rollout_data with {given}, and must set rollout_data["advantages"] and ["returns"], each a '
+                f"list of one tensor for each sample, as long as its response; {name} is not set{advice}",
+            )
+            check_per_token(data, name)
+
+    what = "it sets advantages and returns, a tensor for each sample"
+    if args.use_rollout_logprobs:
+        with findings.step(f"{what} (with --use-rollout-logprobs there are no log_probs)"):
+            set_columns("log_probs")
+        return
+    with findings.step(what):
+        set_columns()
+    if findings.failures:
+        return
+    try:
+        set_columns("log_probs")
+    except Exception as error:  # whatever a plug-in may raise
+        what = f"a run with this flag has no log_probs; without them it raised {type(error).__name__}: {error}"
+        findings.warn("--use-rollout-logprobs", f"{what}. Read rollout_log_probs there")
 
 
 def batch_and_logits(args: Namespace, bench: Bench) -> tuple[dict[str, Any], torch.Tensor]:

@@ -264,7 +264,7 @@ class EngineGroup:
             self.report(index, EngineEvent.GIVEN_UP, f"{self.name_of(index)}: {reason}")
         elif self._num_restarts[index] > MAX_RESTARTS:
             self._kill(index)
-            why = f"it died {MAX_RESTARTS + 1} times within one rollout, last: {reason}"
+            why = f"it died {MAX_RESTARTS + 1} times within one rollout or evaluation, last: {reason}"
             self.report(index, EngineEvent.GIVEN_UP, f"{self.name_of(index)} cannot be restarted: {why}")
         else:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -172,14 +173,37 @@ def steps_of(promises: list[queues.Promise]) -> list[float]:
     return [deserialize_forward_backward_output(one.body).metrics["loss:sum"] for one in answers if one is not None]
 
 
+class Gated(ReferenceBackend):
+    """Holds its calls until the gate is opened."""
+
+    gate: threading.Event
+    num_begun = 0
+
+    async def passes(self, requests: Sequence[PassRequest]) -> list[PassResult | Exception]:
+        self.num_begun += 1
+        while not self.gate.is_set():
+            await asyncio.sleep(0.01)
+        return await super().passes(requests)
+
+
 def test_passes_of_many_clients_meet_in_one_call_and_clients_ask_until_it_is_done(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "POLL_S", 0.01)
-    backend = ReferenceBackend(tiny_model, pause_s=0.1)
+    submitted, submit = [], queues.ModelQueue.submit
+    monkeypatch.setattr(queues.ModelQueue, "submit", lambda *args: (submitted.append(args), submit(*args))[1])
+    backend = Gated(tiny_model)
+    backend.gate = threading.Event()
     with serve(backend, tiny_model, tmp_path) as served, served.client() as client:
-        models = [trained(client, served) for _ in range(4)]
-        for one in [one.forward([text_datum(TEXT)], "cross_entropy") for one in models * 2]:
+        first, *others = [trained(client, served) for _ in range(5)]
+        submitted.clear()
+        asked = [first.forward([text_datum(TEXT)], "cross_entropy")]
+        wait_until(lambda: backend.num_begun == 1)
+        asked += [one.forward([text_datum(TEXT)], "cross_entropy") for one in others * 2]
+        wait_until(lambda: len(submitted) == 9)
+        backend.gate.set()
+        for one in asked:
             one.result()
-    assert max(map(len, backend.calls)) >= 4 and len(backend.calls) < 8
-    assert sorted(sum(backend.calls, [])) == sorted(one.model_id for one in models * 2)
+    assert backend.calls[0] == [first.model_id] and len(backend.calls) <= 3
+    assert set(backend.calls[1]) == {one.model_id for one in others}
+    assert sorted(sum(backend.calls[1:], [])) == sorted(one.model_id for one in others * 2)

@@ -87,7 +87,7 @@ def test_an_engine_is_started_again_five_times_in_a_rollout(monkeypatch, fake):
         group.wait_settled(60)
         assert group.states == [EngineState.UPDATING] and len(starts) == death + 1
     group.report(0, EngineEvent.DIED, "death 5")
-    with pytest.raises(EngineDiedError, match="died 6 times within one rollout, last: death 5"):
+    with pytest.raises(EngineDiedError, match="died 6 times within one rollout or evaluation, last: death 5"):
         group.wait_settled(60)
     assert len(starts) == 5
 
