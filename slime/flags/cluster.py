@@ -23,7 +23,7 @@ from slime.flags.kinds import (
     positive_gpu_count,
     wait_s,
 )
-from slime.flags.rollout import OWN_ROLLOUTS
+from slime.flags.rollout import OWN_ROLLOUTS, SFT_ROLLOUT
 from slime.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -262,7 +262,10 @@ def check_gpus(args: Namespace) -> Iterator[str]:
     if args.debug_train_only:
         return
     if args.rollout_num_gpus is None:
-        yield "--rollout-num-gpus is not given: say how many GPUs the engines get, or share them with --colocate."
+        if args.rollout_function_path == SFT_ROLLOUT and not args.eval_datasets:
+            yield "--rollout-num-gpus is not given; sft_rollout needs no engines: give --debug-train-only."
+        else:
+            yield "--rollout-num-gpus is not given: say how many GPUs the engines get, or share them with --colocate."
         return
     if args.offload_train_if_needed and (args.use_critic or not args.offload_train):
         yield (
@@ -336,6 +339,12 @@ def check_loop(args: Namespace, program: str) -> None:
     for name, reason in _NOT_WITH[program].items():
         if getattr(args, name):
             raise ConfigError(f"{flag_of(name)} does not work with {program}, which {reason}, or use {other}.")
+    has_answers = args.load_debug_rollout_data is not None or args.num_rollout == 0
+    if args.debug_train_only and args.rollout_function_path in OWN_ROLLOUTS and not has_answers:
+        raise ConfigError(
+            f"--debug-train-only starts no engines, and --rollout-function-path {args.rollout_function_path} asks "
+            f"them: give --load-debug-rollout-data, or {SFT_ROLLOUT} for answers that are in the data."
+        )
 
 
 GROUP = FlagGroup(

@@ -244,6 +244,15 @@ def check_rollout_functions(args: Namespace) -> Iterator[str]:
             f"--n-samples-per-prompt is {args.n_samples_per_prompt}; sft_rollout needs 1: a row of the data has one "
             "response."
         )
+    gives_advantages = ("custom_advantage_function_path", "custom_reward_post_process_path", "use_opd")
+    is_learning = args.custom_convert_samples_to_train_data_path or any(
+        vars(args).get(one) for one in gives_advantages
+    )
+    if args.rollout_function_path == SFT_ROLLOUT and args.loss_type == "policy_loss" and not is_learning:
+        yield (
+            "--loss-type is policy_loss, whose advantages are all 0 for the answers of sft_rollout, which have no "
+            "reward; give --loss-type sft_loss."
+        )
 
 
 def advise_rollouts(args: Namespace) -> None:

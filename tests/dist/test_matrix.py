@@ -14,9 +14,10 @@ from _pytest.mark.structures import ParameterSet
 from tests.matrix.case import load_cases
 from tests.matrix.layouts import CUT_IN_SUITE, OF_OTHERS, fast_layouts_of, run_layouts
 from tests.matrix.parity import check_families
+from tests.matrix.pool import MAX_PATIENCE
 from tests.matrix.report import CHECKS, summary
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300 * MAX_PATIENCE)]
 CASES = load_cases()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import multiprocessing as mp
+import os
 import pickle
 import tempfile
 import time
@@ -44,8 +45,17 @@ PRELOADED = (
 """Imported once, before the processes are forked; a process has one such server for all who fork."""
 COLLECTIVE_TIMEOUT_S = 100
 """A rank that waits longer for the others gives up."""
+MAX_PATIENCE = 6.0
 GRACE_S = 3.0
 """After the first failure the others may report their own, which often say more, for so long."""
+
+
+def patience() -> float:
+    """Return how many times longer than on an idle machine a rank may take now.
+
+    A deadline is there to find ranks that hang.  Where twelve processes share two cores, a slow rank is none.
+    """
+    return min(MAX_PATIENCE, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def fork_context() -> Any:
@@ -90,13 +100,14 @@ class RankPool:
         Args:
             function: importable by name; everything that travels must pickle.
             world_size: number of ranks.
-            timeout_s: for all of them together.
+            timeout_s: for all of them together, on an idle machine.
             joins_world: False calls ``function(rank, world_size, *arguments)``, which makes the world itself.
 
         Raises:
             RankError: with the traceback of the rank that failed first.
         """
         self._ranks = [self._start() for _ in range(world_size)]
+        timeout_s *= patience()
         with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
             for rank in range(world_size):
                 stack = (timeout_s * 0.95, str(Path(folder) / f"stack-{rank}"))
@@ -198,6 +209,6 @@ def _in_world(
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S * patience()),
     )
     return function(*arguments)

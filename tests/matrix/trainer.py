@@ -5,6 +5,7 @@ Used in one process by ``parity`` and on every rank by ``layouts``.
 
 from __future__ import annotations
 
+import math
 import zlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,7 @@ from slime.utils.types import RolloutBatch
 from tests.dist.trainer_case import cut
 from tests.matrix.batch import GLOBAL_BATCH_SIZE
 from tests.matrix.case import FamilyCase, read_config
+from tests.matrix.pool import patience
 
 Chunks = list[torch.nn.Module]
 
@@ -53,7 +55,7 @@ def make_args(case: FamilyCase, folder: Path, *flags: object, world_size: int = 
         *("--use-dynamic-batch-size", "--max-tokens-per-gpu", 48, "--data-pad-size-multiplier", 4),
         *("--lr", 1e-3, "--lr-decay-style", "constant", "--weight-decay", 0.1),
         *("--attention-dropout", 0, "--hidden-dropout", 0, "--disable-rollout-global-dataset"),
-        *("--distributed-timeout-minutes", 2, "--loss-type", "sft_loss"),
+        *("--distributed-timeout-minutes", math.ceil(2 * patience()), "--loss-type", "sft_loss"),
         *flags,
     ]
     return parse_args(argv=[str(word) for word in argv])

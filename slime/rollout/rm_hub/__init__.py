@@ -91,13 +91,8 @@ async def async_rm(args: Namespace, sample: Sample, **kwargs: Any) -> Any:
 
     # A built-in grader either always returns the selected reward entry or never does, which is a mistake in the flags.
     is_remote = rm_type.removeprefix(BOXED_PREFIX) == "remote_rm"
-    grader = _shown(path) if path else f"--rm-type {rm_type}" if is_remote else None
+    grader = path if path else f"--rm-type {rm_type}" if is_remote else None
     return (await grade_by_policy(config, [sample], grade, grader=grader))[0]
-
-
-def _shown(path: str) -> str:
-    """Return how errors name a user's function, with the command that tries it."""
-    return f"{path} (`slime check {path}` calls it as a run does)"
 
 
 def _custom_path(config: RewardConfig, sample: Sample) -> str | None:
@@ -211,4 +206,4 @@ async def batched_async_rm(args: Namespace, samples: list[Sample], **kwargs: Any
     async def grade() -> Any:
         return await _call_custom(config, path, args, samples, **kwargs)
 
-    return await grade_by_policy(config, samples, grade, grader=_shown(path))  # type: ignore[return-value]
+    return await grade_by_policy(config, samples, grade, grader=path)  # type: ignore[return-value]

@@ -156,8 +156,7 @@ def check_graded(config: RewardConfig, samples: Sequence[Sample]) -> None:
     if config.rm_max_failures and errors and all(errors):
         raise GraderError(
             f"None of the {len(errors)} responses of this rollout could be graded; the first grading failed with "
-            f"{errors[0]}. Look at --rm-type, --custom-rm-path or the server of --rm-url; --rm-max-failures 0 "
-            "continues without rewards."
+            f"{errors[0]}. {_advice(config)} --rm-max-failures 0 continues without rewards."
         )
 
 
@@ -189,7 +188,7 @@ def problem_with_reward(config: RewardConfig, reward: Any) -> str | None:
     if isinstance(value, Real):
         return None
     allowed = f"a number, or an object whose entry {keys[0]!r} (--reward-key) is one" if keys else "a number"
-    advice = "; name its entry with --reward-key" if isinstance(value, Mapping) and not keys else ""
+    advice = "; give --reward-key with its entry" if isinstance(value, Mapping) and not keys else ""
     return f"the reward is {repr(value)[:200]} ({type(value).__name__}); it must be {allowed}{advice}"
 
 
@@ -203,11 +202,12 @@ def _record_failure(config: RewardConfig, samples: Sequence[Sample], error: Exce
     indices = ", ".join(str(sample.index) for sample in samples)
     with_traceback = FAILURES.total <= _NUM_TRACEBACKS and error.__traceback__ is not None
     logger.warning(
-        "The response of sample %s could not be graded: %s: %s (--rm-failure-policy %s)",
+        "The response of sample %s could not be graded: %s: %s (--rm-failure-policy %s) %s",
         indices,
         type(error).__name__,
         error,
         config.rm_failure_policy,
+        _advice(config) if FAILURES.total <= _NUM_TRACEBACKS else "",
         exc_info=error if with_traceback else None,
     )
     if config.rm_failure_policy == "raise":
@@ -217,8 +217,14 @@ def _record_failure(config: RewardConfig, samples: Sequence[Sample], error: Exce
         notes = "".join(f"\n{note}" for note in getattr(first, "__notes__", ()))
         raise GraderError(
             f"The last {FAILURES.in_a_row} gradings failed (--rm-max-failures), the first of them with "
-            f"{type(first).__name__}: {first}. Look at --rm-type, --custom-rm-path or the server of --rm-url.{notes}"
+            f"{type(first).__name__}: {first}. {_advice(config)}{notes}"
         ) from first
+
+
+def _advice(config: RewardConfig) -> str:
+    if config.custom_rm_path:
+        return f"`slime check {config.custom_rm_path}` (--custom-rm-path) calls the function as a run does."
+    return "Look at --rm-type, --custom-rm-path or the server of --rm-url."
 
 
 def _failed_reward(config: RewardConfig, sample: Sample, error: Exception) -> Any:

@@ -115,6 +115,25 @@ REWARDS = (
         "--disable-compute-advantages-and-returns --debug-train-only",
         says=("--n-samples-per-prompt is 8", "sft_rollout needs 1"),
     ),
+    Broken(
+        mistake="supervised training with the loss of a policy",
+        flags="--rollout-function-path slime.rollout.sft_rollout.generate_rollout --n-samples-per-prompt 1 "
+        "--global-batch-size 32 --debug-train-only",
+        says=("--loss-type is policy_loss", "give --loss-type sft_loss"),
+    ),
+    Broken(
+        mistake="supervised training with engines",
+        without=("--rollout-num-gpus",),
+        flags="--rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss "
+        "--n-samples-per-prompt 1 --global-batch-size 32",
+        says=("--rollout-num-gpus is not given", "sft_rollout needs no engines", "--debug-train-only"),
+    ),
+    Broken(
+        mistake="training alone without answers",
+        program="train_async.py",
+        flags="--debug-train-only",
+        says=("--debug-train-only starts no engines", "--load-debug-rollout-data", "sft_rollout.generate_rollout"),
+    ),
 )
 
 SAVES = (

@@ -108,14 +108,15 @@ def test_a_reward_key_wants_an_object_that_has_it(response, reward):
     [
         ("text", r"the reward is 'seven' \(str\); it must be a number$"),
         ("none", r"the reward is None \(NoneType\); it must be a number$"),
-        ("dict", r"\(dict\); it must be a number; name its entry with --reward-key$"),
+        ("dict", r"\(dict\); it must be a number; give --reward-key with its entry$"),
     ],
 )
-def test_what_is_no_reward_is_named_at_the_first_grading_unless_a_plug_in_reads_it(response, said):
+def test_what_is_no_reward_is_named_at_the_first_grading_unless_a_plug_in_reads_it(response, said, caplog):
     reward, sample = grade(response)
+    assert "`slime check moody` (--custom-rm-path) calls the function as a run does." in caplog.text
     assert reward == 0.0 and not sample.is_graded
     error = sample.metadata["reward_error"]
-    assert error.startswith("ValueError: moody (`slime check moody` calls it as a run does): the reward is ")
+    assert error.startswith("ValueError: moody: the reward is ")
     assert re.search(said, error)
     for flag in ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"):
         reward, sample = grade(response, **{flag: "a.b"})
