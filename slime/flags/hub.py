@@ -57,9 +57,10 @@ def data_file(path: str, flag: str) -> str:
         try:
             rows = datasets.load_dataset(str(folder), config, split=split)
         except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+            said = _first_line(error).partition(" Example of usage:")[0]  # it would name the folder in the cache
             raise DataError(
-                f"{flag} {path}: {_first_line(error)} Write NAME/CONFIG@SPLIT, such as openai/gsm8k/main@train."
-            ) from error
+                f"{flag} {path}: {said} Write NAME/CONFIG@SPLIT, such as openai/gsm8k/main@train."
+            ) from None
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(".unfinished")
         rows.to_parquet(unfinished)

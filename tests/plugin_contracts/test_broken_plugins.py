@@ -29,8 +29,9 @@ BROKEN = {
         ("async def hook(args, sample: list): return 1.0", "a list of rewards"),
         ("async def hook(args, sample): return {'score': 1}", "give --reward-key"),
         ("async def hook(args, sample): return float('nan')", "must be finite"),
-        ("import asyncio\nasync def hook(args, sample): await asyncio.sleep(9)", "did not finish within 1 s"),
-        ("def hook(args, sample): return None", "it must be a number"),
+        ("import asyncio\nasync def hook(args, sample): return await asyncio.sleep(9)", "did not finish within 1 s"),
+        ("def hook(args, sample): return None", "a run with it starts: --custom-rm-path"),
+        ("def hook(args, sample): return sample.label", "the reward is '5' (str); it must be a number"),
     ],
     "custom-generate": [
         ("async def hook(args, sample, params): return None", "must return a Sample"),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from slime.flags.hook_checks import check_import
 from slime.flags.hooks import HOOKS, Hook
+from slime.utils.errors import HookError
 from tools.plugin_check import conversation_contracts, rollout_contracts, trainer_contracts
 from tools.plugin_check.bench import Bench
 from tools.plugin_check.findings import Findings
@@ -50,5 +51,8 @@ def examine(name: str, path: str, bench: Bench) -> Findings:
     with findings.step("it is importable and takes the call"):
         check_import(hook, path, hook.flag)
     if not findings.failures:
-        CONTRACTS[hook.flag](findings, bench, hook.flag, path)
+        try:
+            CONTRACTS[hook.flag](findings, bench, hook.flag, path)
+        except HookError as error:  # raised where the contract parses the flags of a run
+            findings.steps.append(("FAIL", "a run with it starts", str(error)))
     return findings
