@@ -66,8 +66,8 @@ def test_reset_arg_changes_an_existing_default_and_adds_a_missing_flag():
 def test_none_takes_back_a_number_without_a_default_and_nothing_else(parser):
     args, _ = parser.parse_known_args("--num-rollout 3 --num-rollout none --wandb-run-id none".split())
     assert (args.num_rollout, args.wandb_run_id) == (None, "none")
-    with pytest.raises(ConfigError, match="--n-samples-per-prompt: 'none' is not a whole number"):
-        parser.parse_known_args(["--n-samples-per-prompt", "none"])
+    with pytest.raises(ConfigError, match="--n-samples-per-eval-prompt: 'none' is not a whole number"):
+        parser.parse_known_args(["--n-samples-per-eval-prompt", "none"])
 
 
 def test_none_takes_back_the_cut_of_a_pipeline_and_settings_of_engines():
