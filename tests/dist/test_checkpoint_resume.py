@@ -132,11 +132,12 @@ def test_a_resume_under_another_layout_differs_by_rounding_only(saved_by_one_pro
         assert norm == pytest.approx(expected_norm, rel=1e-5)
 
 
-def test_a_run_with_a_frozen_layer_resumes_bit_for_bit_and_with_the_layer_trained(tmp_path):
+@pytest.mark.parametrize("layout", [[], TP2], ids=["one", "TP2"])
+def test_a_run_with_a_frozen_layer_resumes_bit_for_bit_and_with_the_layer_trained(tmp_path, layout):
     """On disk, a parameter of all layers is one tensor, of which the optimizer then holds a part."""
-    frozen = [*TP2, "--freeze-params-name-list", r"layers\.0\."]
-    expected = run_ranks(train_and_save, 2, frozen, "--fp32", str(tmp_path))
-    assert run_ranks(load_and_train, 2, frozen, "--fp32", str(tmp_path)) == expected
+    frozen, num_ranks = [*layout, "--freeze-params-name-list", r"layers\.0\."], 2 if layout else 1
+    expected = run_ranks(train_and_save, num_ranks, frozen, "--fp32", str(tmp_path))
+    assert run_ranks(load_and_train, num_ranks, frozen, "--fp32", str(tmp_path)) == expected
     ((loss, norm), _) = run_ranks(load_and_train, 1, [], "--fp32", str(tmp_path))[0]
     (expected_loss, expected_norm) = expected[0][0]
     assert loss == pytest.approx(expected_loss, rel=1e-5) and norm > expected_norm

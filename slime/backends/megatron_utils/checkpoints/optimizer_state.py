@@ -98,6 +98,9 @@ def load_optimizer_state(
     request: dict[str, Entry] = {}
     for member in members:
         request |= _request(member, entries)
+    if dist.get_world_size() == 1:
+        # megatron-core takes the shards that no rank requests for another rank's; with a single rank, all are its own.
+        request |= _frozen_layers(members, entries)
     # Each rank requests every parameter that it holds a part of, so tensors are requested more than once.
     loaded = load_sharded({"optimizer": {"param_state": request}}, reader, validate_access_integrity=False)
     state = loaded["optimizer"]
