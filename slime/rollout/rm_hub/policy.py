@@ -202,7 +202,7 @@ def _record_failure(config: RewardConfig, samples: Sequence[Sample], error: Exce
     indices = ", ".join(str(sample.index) for sample in samples)
     with_traceback = FAILURES.total <= _NUM_TRACEBACKS and error.__traceback__ is not None
     logger.warning(
-        "The response of sample %s could not be graded: %s: %s (--rm-failure-policy %s) %s",
+        "The response of sample %s could not be graded: %s: %s (--rm-failure-policy %s). %s",
         indices,
         type(error).__name__,
         error,
