@@ -1,13 +1,13 @@
-"""``python -m tests.algorithms``: the proof of the algorithms, with its numbers.
+"""``python -m tests.algorithms``: checks of the algorithms, with their numbers.
 
     python -m tests.algorithms                          oracle and mutations: minutes
-    python -m tests.algorithms --only oracle            the oracle alone; mutations likewise
+    python -m tests.algorithms --only oracle            only the oracle; likewise mutations
     python -m tests.algorithms --variants gspo,tis      cells of some variants
     python -m tests.algorithms --layouts cp2,dp2_cp2    ... in some layouts
-    python -m tests.algorithms --quick                  without what takes seconds for each bug
+    python -m tests.algorithms --quick                  without bugs that take seconds each
     python -m tests.algorithms --write-docs             records the results
     python -m tests.algorithms --end-to-end -- --device gpu     then the tiny task's real job with each algorithm;
-                                                        what stands behind -- goes to python -m tests.e2e.algorithms
+                                                        arguments after -- go to python -m tests.e2e.algorithms
 
 Exit code 0 when every cell is within its bounds, every bug is caught, and every run reached its target; else 1.
 """
@@ -32,12 +32,12 @@ from tests.oracle.variants import CELLS, LAYOUTS, SEEDS
 
 
 def say(start: float, text: str) -> None:
-    """A progress line, apart from the tables."""
+    """Print a progress line, separate from the tables."""
     print(f"[{time.monotonic() - start:5.0f} s] {text}", file=sys.stderr, flush=True)
 
 
 def prove_oracle(start: float, variants: Sequence[str], layouts: Sequence[str]) -> tuple[str, list[str]]:
-    """The table, and what is out of bounds."""
+    """Print the table, and the cells out of bounds."""
     results: dict[Cell, Errors] = {}
     with RankPool() as pool:
         for layout in [name for names in LAYOUTS.values() for name in names]:
@@ -63,7 +63,7 @@ def prove_oracle(start: float, variants: Sequence[str], layouts: Sequence[str]) 
 
 
 def prove_mutations(start: float, quick: bool) -> tuple[str, list[str]]:
-    """The table, and the bugs that nothing caught."""
+    """Print the table, and the bugs that no test caught."""
     outcomes = run_mutations([mutation for mutation in MUTATIONS if not (quick and mutation.is_slow)])
     say(start, f"mutations: {len(outcomes)} bugs")
     wrong = [
@@ -76,7 +76,7 @@ def prove_mutations(start: float, quick: bool) -> tuple[str, list[str]]:
 
 
 def words(text: str) -> list[str]:
-    """A list given with commas."""
+    """A comma-separated list."""
     return [word for word in text.split(",") if word]
 
 
@@ -111,7 +111,7 @@ def main() -> int:
             results_page.record(f"algorithms_{name}", table)
     code = 1 if wrong else 0
     if options.end_to_end:
-        # What stands behind a second -- are flags of every job: ours come first.
+        # Arguments after a second -- are flags of every job; ours come first.
         command = [sys.executable, "-m", "tests.e2e.algorithms", *(["--write-docs"] if options.write_docs else [])]
         command += others
         code |= subprocess.run(command, check=False).returncode != 0

@@ -1,4 +1,4 @@
-"""The numbers of the proof as tables of a page: printed, and recorded as results."""
+"""The results of the checks as tables of a page: printed and recorded."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def oracle_table(results: Results, differences: Mapping[str, float], difference_
     """The worst errors of every variant over all layouts, packings and batches; then those of every layout.
 
     Args:
-        results: of every cell.
-        differences: of each variant, between its gradient and finite differences of its loss.
-        difference_bound: what these must be below.
+        results: results of every cell.
+        differences: for each variant, between its gradient and finite differences of its loss.
+        difference_bound: upper limit for them.
     """
     layouts = list(dict.fromkeys(layout for layout, _, _, _ in results))
     variants = list(dict.fromkeys(variant for _, variant, _, _ in results))
@@ -61,7 +61,7 @@ def oracle_table(results: Results, differences: Mapping[str, float], difference_
 
 
 def mutation_table(outcomes: Sequence[Outcome]) -> str:
-    """Each bug, what notices it, and whether it did."""
+    """Each bug, the test that catches it, and whether it did."""
     caught = sum(outcome.is_caught for outcome in outcomes)
     rows = [
         [
@@ -78,7 +78,7 @@ def mutation_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _name_of(check: str) -> str:
-    """A test by its file and function; a cell of the oracle by layout and variant."""
+    """A test by its file and function; an oracle cell by layout and variant."""
     if check.startswith("oracle:"):
         _, layout, variant = check.split(":")
         return f"oracle, {layout.replace('_', ' ')}: `{variant}`"
@@ -98,6 +98,6 @@ def _number(value: float) -> str:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

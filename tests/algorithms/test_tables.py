@@ -1,4 +1,4 @@
-"""The tables of the proof."""
+"""The tables of results."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A copy of the product with a few edits, and a program that runs in it."""
+"""A copy of the code with a few edits, and a program that runs in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def with_edits(source: str, edits: dict[str, str]) -> str:
-    """Return a file's text with each addition in front of its line."""
+    """Return a file's text with each addition inserted before its line."""
     for line, added in edits.items():
         assert source.count(line) == 1, f"{source.count(line)} lines begin with {line!r}"
         source = source.replace(line, added + line)
@@ -30,7 +30,7 @@ def copy_by_links(source: Path, target: Path, edited: set[Path]) -> None:
 
 
 def printed_by(program: str, folder: Path) -> Any:
-    """Run a program in the copy; give the JSON of its last line."""
+    """Run a program in the copy; return the JSON of its last line."""
     words = [sys.executable, "-c", program]
     result = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr

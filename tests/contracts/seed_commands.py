@@ -1,4 +1,4 @@
-"""The flag groups of the documents that the project was created from, word for word; every one must parse."""
+"""The flag groups of the documents that the project started from, verbatim; every one must parse."""
 
 GLM_45_355B = """
 --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 --context-parallel-size 2

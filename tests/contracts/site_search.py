@@ -1,4 +1,4 @@
-"""The search of the built site, ranked as the theme's worker ranks it (lunr 2.3 without stemmer and length norm)."""
+"""The search of the built site, ranked like the theme's worker (lunr 2.3 without stemmer and length norm)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SiteSearch:
                         self.postings[word][field][number] += 1
 
     def pages(self, question: str) -> list[str]:
-        """Return the pages that answer, best first; a word of the question is the beginning of words."""
+        """Return the matching pages, best first; words of the question match as prefixes."""
         clauses = [word for word in self.separator.split(question.lower()) if word]
         scores: dict[int, float] = defaultdict(float)
         found: dict[int, set[str]] = defaultdict(set)

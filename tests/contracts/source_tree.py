@@ -1,4 +1,4 @@
-"""The product's source files, their imports, and the few paths that rules leave out; for the contract tests."""
+"""The project's source files, their imports, and the few paths exempt from rules; for the contract tests."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ FACADES = (
     "slime.agent.parsing",
     "slime.backends.sglang_utils.weight_receiver",
 )
-"""Old import paths that code written for slime uses; each passes on names from the code, and may import upwards."""
+"""Import paths used by code written for slime; each re-exports names of the code, and may import upwards."""
 
 
 def python_files(repo: Path = REPO) -> Iterator[Path]:
-    """Every source file of the product: packages, tools and the two entry points."""
+    """Every source file of the project: packages, tools and the two entry points."""
     for name in PRODUCT:
         yield from sorted((repo / name).rglob("*.py"))
     for name in ENTRY_POINTS:
@@ -82,7 +82,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imports_of(path: Path, repo: Path = REPO) -> Iterator[tuple[int, str]]:
-    """Every (line, absolute dotted name) that ``path`` imports, lazy and TYPE_CHECKING imports included."""
+    """Every (line, absolute dotted name) that ``path`` imports, including lazy and TYPE_CHECKING imports."""
     module = module_name(path, repo)
     # ``from . import x`` in a package's __init__ is relative to the package itself.
     parents = [*module.split("."), "__init__"] if path.name == "__init__.py" else module.split(".")

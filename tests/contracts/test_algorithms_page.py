@@ -1,4 +1,4 @@
-"""docs/algorithms.md has every algorithm there is, and the tables of names agree with each other."""
+"""docs/algorithms.md lists every algorithm, and the tables of names agree with each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = {
     "slime/algorithms/policy_losses": ("inputs.py",),
     "slime/algorithms/off_policy": ("weights.py",),
 }
-"""Folders with one algorithm a file -> the files that hold what these share."""
+"""Folders with one algorithm per file -> the files that hold shared code."""
 
 
 @pytest.mark.parametrize(

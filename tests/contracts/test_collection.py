@@ -1,4 +1,4 @@
-"""Every test file is found: pytest passes over folders of certain names without a word."""
+"""Every test file is collected: pytest silently skips folders of certain names."""
 
 from __future__ import annotations
 

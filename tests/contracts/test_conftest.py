@@ -1,4 +1,4 @@
-"""A test that runs into its limit fails alone, and what it has started ends with it."""
+"""A test that exceeds its limit fails alone, and the processes that it started end with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that pages name: the program exists, and its own parser takes the words."""
+"""The commands on the pages: the program exists, and its parser accepts the arguments."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").r
 PAGES += [REPO / "benchmarks/README.md", *sorted((REPO / "examples").glob("**/*.md"))]
 COMMAND = re.compile(rf"\b(?:(?:python3?|pytest|torchrun|make) |slime (?:{'|'.join(VERBS)})\b)[^`\n]*")
 OF_TRAINING = {"train.py", "train_async.py"}
-"""Their flags are those of ``test_pages.py``."""
+"""Programs whose flags ``test_pages.py`` checks."""
 PASSES_ON = {"tools/plan.py"}
-"""Words that it does not know are those of train.py."""
+"""Programs that pass unknown words on to train.py."""
 
 
 class ParserSeen(BaseException):
-    """Raised in the place of parsing, with the parser."""
+    """Raised instead of parsing, with the parser."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser
 
 
 def text_of(page: Path) -> str:
-    """The page with commands over several lines put on one."""
+    """The page with each multi-line command joined into one line."""
     return re.sub(r" *\\\n *", " ", page.read_text(encoding="utf-8"))
 
 
 def commands() -> list[tuple[str, str, list[str]]]:
-    """(page, program, words behind it) of every command of python, pytest, torchrun, make and slime."""
+    """(page, program, arguments) of every python, pytest, torchrun, make and slime command."""
     found = []
     for page in PAGES:
         for line in COMMAND.findall(text_of(page)):
@@ -51,7 +51,7 @@ def commands() -> list[tuple[str, str, list[str]]]:
 
 
 def split(words: list[str]) -> tuple[str, list[str]]:
-    """The program and its words; ``make X`` and ``pytest`` are programs of their own."""
+    """The program and its arguments; ``make X`` and ``pytest`` are also programs."""
     first, rest = words[0], words[1:]
     if first == "slime":
         verb, *rest = rest
@@ -68,7 +68,7 @@ def split(words: list[str]) -> tuple[str, list[str]]:
 
 
 def path_of(program: str) -> Path | None:
-    """The file behind ``tools/x.py`` or ``tests.x``; None for what is no program of ours."""
+    """The file of ``tools/x.py`` or ``tests.x``; None if the program is not ours."""
     if program.endswith(".py"):
         return REPO / program
     if not re.fullmatch(r"(?:tests|benchmarks|slime|slime_plugins|examples)(?:\.\w+)+", program):
@@ -79,7 +79,7 @@ def path_of(program: str) -> Path | None:
 
 @cache
 def parser_of(program: str) -> argparse.ArgumentParser:
-    """The parser that the program builds, from running it up to there."""
+    """The parser that the program builds, from running it up to that point."""
     path = path_of(program)
     assert path is not None and path.is_file()
     patch = pytest.MonkeyPatch()

@@ -1,4 +1,4 @@
-"""Bad input ends train.py with a message and code 2, not with a traceback, before Ray is asked for anything."""
+"""Bad input ends train.py with a message and code 2, without a traceback, before Ray is used."""
 
 from __future__ import annotations
 

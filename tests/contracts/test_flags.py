@@ -18,24 +18,24 @@ from tests.contracts.seed_commands import SEED_COMMANDS
 from tests.contracts.source_tree import REPO, module_name, python_files, tree_of
 
 READS_IN_THE_FLAGS_PACKAGE = tuple(f"slime.flags.{name}" for name in ("parse", "overlay", "hook_checks", "evaluation"))
-"""Modules of slime.flags that act on a flag; checking one is not acting on it, nor is declaring it."""
+"""Modules of slime.flags that act on a flag; declaring or checking a flag does not count."""
 
 READ_BY_A_COMPUTED_NAME = {
     "train_backend": "one choice so far; chosen by the parser",
     "supervise": "slime/compose.py looks for the word",
     "fit": "slime/compose.py looks for the word",
 }
-"""Flags whose reader does not spell the attribute, and who it is."""
+"""Flags whose reader does not spell the attribute, and the reader."""
 
 
 def slime_flags() -> dict[str, str]:
-    """Attribute -> flag, of every flag that slime itself owns."""
+    """Attribute -> flag, of every flag that slime itself declares."""
     parser = Parser(flag_groups())
     return {action.dest: action.option_strings[0] for action in parser._actions if action.dest != "help"}
 
 
 def deriving_nodes(tree: ast.Module) -> Iterator[ast.AST]:
-    """Every node of the functions ``derive_*`` of a group of flags, and of what they call in their file."""
+    """Every node of the functions ``derive_*`` of a flag group, and of the functions they call in their file."""
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     wanted, found = [name for name in functions if name.startswith("derive_")], set()
     while wanted:
@@ -48,7 +48,7 @@ def deriving_nodes(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def names_read() -> set[str]:
-    """Every attribute read anywhere, and every string that may be one (getattr, tables of names)."""
+    """Every attribute read anywhere, and every string that may name one (getattr, tables of names)."""
     found = set()
     paths = [*python_files(), *sorted((REPO / "examples").rglob("*.py"))]
     for path in paths:

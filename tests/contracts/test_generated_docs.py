@@ -1,4 +1,4 @@
-"""docs/flags.md and docs/hooks.md say what the code says."""
+"""docs/flags.md and docs/hooks.md match the code."""
 
 from __future__ import annotations
 

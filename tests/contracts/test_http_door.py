@@ -1,4 +1,4 @@
-"""Who may ask the servers of slime: the rule by itself, and every server over plain sockets."""
+"""Who may use slime's servers: the rule itself, and every server over plain sockets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ JSON = {"Content-Type": "application/json", "Content-Length": "2"}
 
 
 def asked(method: str = "GET", host: str | None = "127.0.0.1:8889", **more: str) -> int:
-    """The status of a refusal; 200 without one."""
+    """The status of a refusal; 200 if there is none."""
     headers = [] if host is None else [("Host", host)]
     headers += [(name.replace("_", "-"), value) for name, value in more.items()]
     refused = refusal(method, headers, OWN)
@@ -161,7 +161,7 @@ async def engine(scope: Any, receive: Any, send: Any) -> None:
 
 Door = tuple[Callable[[Path], Any], str, str, Any, int]
 DOORS: dict[str, Door] = {
-    # name -> (server, method and path, a body, what it answers to programs of this machine)
+    # name -> (server, method and path, a body, the answer to programs of this machine)
     "buffer": (lambda folder: asgi(buffer.create_app()), "POST", "/buffer/write", {"a": 1}, 422),
     "start": (lambda folder: asgi(buffer.create_app()), "POST", "/start_rollout", {"task_type": "none"}, 422),
     "read": (lambda folder: asgi(buffer.create_app()), "POST", "/get_rollout_data", {}, 200),
@@ -178,12 +178,12 @@ DOORS: dict[str, Door] = {
 
 def adapter() -> Any:
     made = OpenAIAdapter(tokenizer=make_tokenizer(), sglang_url="http://127.0.0.1:1")
-    made.open_session("default")  # of requests that name none
+    made.open_session("default")  # for requests that name no session
     return made.app
 
 
 def raw(port: int, text: str) -> int:
-    """The status of the answer to a request as it is written here; 0 where the connection is closed without any."""
+    """The status of the answer to a verbatim request; 0 if the connection is closed without an answer."""
     with socket.create_connection(("127.0.0.1", port), 30) as client:
         client.settimeout(30)
         client.sendall(text.encode("latin-1"))
@@ -259,7 +259,7 @@ SLOW = (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")
 
 
 def ends(port: int, begins: bytes) -> bool:
-    """Whether the server closes a connection on which one byte follows another for ever."""
+    """Whether the server closes a connection that sends one byte after another forever."""
     with socket.create_connection(("127.0.0.1", port), 30) as client:
         client.sendall(begins)
         client.settimeout(0.05)

@@ -1,6 +1,6 @@
-"""Imports point down, siblings do not know each other, and each foreign library has its fence.
+"""Imports point down, siblings do not import each other, and foreign libraries are confined to certain modules.
 
-Lazy imports and imports for type checkers count like any other: what matters is who knows whom.
+Lazy imports and imports for type checkers count like any other: the rule is about dependencies, not import time.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ FAMILY = re.compile(
     r"deepseek|gemma|glm|gpt.?oss|kimi|llama(?!_)|mimo|minimax|mistral|mixtral|moonlight|nemotron|olmo|phi.?3|qwen|seed.?oss",
     re.IGNORECASE,
 )
-"""Names of model families, which the core knows by their tables alone."""
+"""Names of model families, which the core knows only through their tables."""
 KNOWS_FAMILIES = {  # file or folder of the core -> why
     "slime/backends/megatron_utils/models/flag_rules.py": "rope types of config.json",
     "slime/backends/sglang_utils/cpu_shim": "names of SGLang's modules and kernels, and of transformers'",
@@ -85,17 +85,17 @@ BUILT_ON = {
     "qwen3_5": {"qwen3_next", "qwen3_vl"},
     "qwen3_5_vl": {"qwen3_5"},
 }
-"""Family -> those whose tables or layers it starts from; each of the others can be deleted with nothing else."""
+"""Family -> the families whose tables or layers it uses; each of the others can be deleted alone."""
 NO_FAMILIES = ("__init__", "shared_flags", "shared_weights")
 
 
 def inside(module: str, packages: tuple[str, ...]) -> bool:
-    """True when ``module`` is one of ``packages`` or lies in one."""
+    """True if ``module`` is one of ``packages`` or inside one."""
     return any(module == package or module.startswith(package + ".") for package in packages)
 
 
 def package_of(module: str) -> str | None:
-    """The longest layered package that contains ``module``; None when it is not ours."""
+    """The longest layered package that contains ``module``; None if the module is not ours."""
     return max((p for p in RANK if inside(module, (p,))), key=len, default=None)
 
 
@@ -114,7 +114,7 @@ def upward_imports(repo: Path) -> list[str]:
 
 
 def extension_of(module: str) -> str | None:
-    """The extension that a module belongs to; None for one of the core."""
+    """The extension that a module belongs to; None for a core module."""
     parts = module.split(".")
     if parts[:2] == ["slime", "agent"]:
         return "agent"
@@ -132,7 +132,7 @@ def breaches_between_extensions(repo: Path) -> list[str]:
 
 
 def extensions_in_tests_of_the_core(repo: Path) -> list[str]:
-    """Return the imports of extensions by tests that must pass without them."""
+    """Return imports of extensions in tests that must pass without extensions."""
     return [
         f"{path.relative_to(repo)}:{line} imports {target}"
         for folder in ("unit", "e2e", "dist", "oracle", "plugin_contracts")
@@ -155,7 +155,7 @@ def fence_breaches(repo: Path) -> list[str]:
 
 
 def families_in_the_core(repo: Path) -> list[str]:
-    """Return the lines of code, docstrings and comments aside, that name a family."""
+    """Return the lines of code that name a family, ignoring docstrings and comments."""
     problems = []
     for path in python_files(repo):
         place = path.relative_to(repo).as_posix()
@@ -173,7 +173,7 @@ def families_in_the_core(repo: Path) -> list[str]:
 
 
 def who_imports_families(repo: Path) -> dict[str, set[str]]:
-    """Return the families that each other family, or module of anything else, imports."""
+    """Return the families that each other family, or other module, imports."""
     home = repo / "slime_plugins/models"
     families = {path.stem for path in home.iterdir() if path.stem not in NO_FAMILIES}
     found: dict[str, set[str]] = {}
@@ -274,7 +274,7 @@ def test_maths_and_data_shapes_take_no_args():
 def test_args_is_written_only_where_flags_are_resolved():
     problems = []
     for path in python_files():
-        # Tools have flags of their own; plug-ins may set what they like.
+        # Tools have separate flags; plug-ins may set what they like.
         module = module_name(path)
         if inside(module, (*WRITES_ARGS, "tools", "slime_plugins")) or module.endswith(".flags"):
             continue
@@ -291,7 +291,7 @@ def test_args_is_written_only_where_flags_are_resolved():
 
 
 def test_a_host_and_a_port_are_joined_in_one_module():
-    """An IPv6 address needs brackets in front of a port, which ``slime.utils.net`` gives it."""
+    """An IPv6 address needs brackets before a port; ``slime.utils.net`` adds them."""
     joined = re.compile(r"\{[^{}]*(host|addr|address|ip)\}:\{[^{}]*port", re.IGNORECASE)
     files = [path for path in python_files() if module_name(path) != "slime.utils.net"]
     found = [(path.name, line) for path in files for line in path.read_text().splitlines() if joined.search(line)]

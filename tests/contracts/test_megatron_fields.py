@@ -47,12 +47,12 @@ READERS = [
     *("slime_plugins.models.glm5.family", "slime_plugins.models.qwen3_next.layers"),
 ]
 READERS += [f"megatron.core.{name}" for name in OF_MEGATRON.split()]
-"""The modules of the trainer, and of megatron-core beneath it, that read its configs."""
+"""The modules of the trainer, and the megatron-core modules it uses, that read its configs."""
 
 
 @cache
 def names_read_by(module: str) -> set[str]:
-    """Attributes that a module loads, and strings by which it may ask for one."""
+    """Attributes that a module reads, and strings with which it may read one."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, f"there is no {module}"
     nodes = list(ast.walk(ast.parse(Path(spec.origin).read_text())))
@@ -68,7 +68,7 @@ def test_every_field_has_a_reader_or_is_reset():
 
 
 SAME_FUNCTION = {
-    # fields of a model's config that change its layout, its speed, its rounding, or noise and losses of training
+    # fields of a model's config that change its layout, speed, rounding, or noise and losses of training
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("sequence_parallel", "context_parallel_size", "hierarchical_context_parallel_sizes"),
     *("expert_model_parallel_size", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
@@ -89,7 +89,7 @@ SAME_FUNCTION = {
     *("moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
     *("moe_token_drop_policy", "moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend"),
     *("moe_deepep_num_sms", "moe_hybridep_num_sms", "moe_shared_expert_overlap"),
-    "mrope_section",  # by config.json alone
+    "mrope_section",  # set only by config.json
 }
 
 
@@ -108,7 +108,7 @@ def test_every_flag_that_is_no_field_has_a_reader():
 
 
 VALUES = {
-    # what to give a flag that takes a value; a switch takes none
+    # the argument of a flag that takes a value; none for a switch
     "fp8": "e4m3",
     "fp8_recipe": "tensorwise",
     "fp8_amax_compute_algo": "max",

@@ -1,4 +1,4 @@
-"""Adding an estimator that needs a new column touches three files: the example of CONTRIBUTING.md, on a copy."""
+"""An estimator that needs a new column changes three files: CONTRIBUTING.md's example, applied to a copy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.contracts.copied_tree import copy_by_links, printed_by, with_edits
 from tests.contracts.source_tree import REPO
 
-pytestmark = pytest.mark.timeout(300)  # a start of Python with torch and Megatron, on a busy machine
+pytestmark = pytest.mark.timeout(300)  # starts a Python with torch and Megatron, perhaps on a busy machine
 
 COLUMN = """\
     step_rewards: Sequence[Floats] | None = _column(
@@ -41,7 +41,7 @@ ROW = """\
         ),
 """
 EDITS = {
-    # file -> {a line of it: the text put before that line}
+    # file -> {a line of it: the text inserted before that line}
     "slime/train_data/columns.py": {"    extra: dict[str, Sequence[Any]]": COLUMN},
     "slime/algorithms/advantages/__init__.py": {
         "from slime.algorithms.group_baselines import": IMPORT,

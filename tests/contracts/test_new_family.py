@@ -1,4 +1,4 @@
-"""A model family with layers of its own is one new folder: the example of CONTRIBUTING.md, on a copy."""
+"""A model family with special layers is one new folder: CONTRIBUTING.md's example, applied to a copy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.contracts.copied_tree import copy_by_links, printed_by
 from tests.contracts.source_tree import REPO
 
-pytestmark = pytest.mark.timeout(300)  # a start of Python with torch, transformers and Megatron, on a busy machine
+pytestmark = pytest.mark.timeout(300)  # starts a Python with torch, transformers and Megatron on a busy machine
 
 FAMILY = '''\
 """Acme: Llama's layers, with a shift behind the norm in front of attention; the MLP's width is ``mlp_width``."""

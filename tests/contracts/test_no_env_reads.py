@@ -1,4 +1,4 @@
-"""Environment variables are read and set in one module, so that the list of them is one page."""
+"""Environment variables are read and set in one module, which is therefore their complete list."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.contracts.source_tree import REPO, module_name, python_files, tree_of
 
 HOME = "slime.utils.env"
 EXEMPT = ("slime.backends.sglang_utils.cpu_shim", "slime.ext.agent.taskset_worker")
-"""Run without slime: inside SGLang's own processes, and in the interpreter of verifiers."""
+"""Files that run without slime: inside SGLang's own processes, and in the interpreter of verifiers."""
 NAMES = ("environ", "getenv", "putenv", "unsetenv", "environb")
 
 

@@ -1,4 +1,4 @@
-"""The hand-written pages name only files, flags and plug-ins that exist."""
+"""The hand-written pages name only existing files, flags and plug-ins."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ OF_EXAMPLES = {
     "slime_plugins/models/acme/family.py",
     "slime_plugins/models/acme/layers.py",
 }
-"""Files that the commits of CONTRIBUTING.md add."""
+"""Files that the example commits of CONTRIBUTING.md add."""
 BUILT = {"docs/results.md", "docs/api.md"}
-"""Of scripts/site_pages.py."""
+"""Pages that scripts/site_pages.py writes."""
 OF_OTHER_PROGRAMS = {
     "--num-gpus",  # ray start
     "--rm-patience-s",  # the example of CONTRIBUTING.md
@@ -85,7 +85,7 @@ OF_OTHER_PROGRAMS = {
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Every flag of training but those that mirror the installed SGLang."""
+    """Every training flag except those that mirror the installed SGLang."""
     return frozenset(build_parser(with_engine_flags=False, groups=flag_groups())._option_string_actions)
 
 
@@ -127,7 +127,7 @@ def test_what_has_been_run_has_the_date_of_its_file():
 
 
 def test_nothing_names_our_extras_by_the_name_of_another_package_on_the_index():
-    """``slime`` there is somebody else's; installing it would run their code."""
+    """On the package index, ``slime`` is an unrelated package; installing it would run its code."""
     roots = ("slime", "examples", "tools", "scripts")
     files = [*PAGES, *(path for root in roots for path in (REPO / root).rglob("*"))]
     texts = {path: path.read_text() for path in files if path.suffix in {".md", ".py", ".sh"}}

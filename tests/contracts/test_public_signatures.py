@@ -1,4 +1,4 @@
-"""Public functions take the parameters that plug-ins pass, under the names that they pass them by."""
+"""Public functions have the parameters that plug-ins pass, by the names that plug-ins use."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SIGNATURES = {
     "slime.observability.trace_utils.trace_event": "target, name, attrs",
     "slime.observability.logging_utils.log": "args, metrics, step_key",
 }
-"""Import path -> parameters, in order.  Ours may have more after them, if those have defaults."""
+"""Import path -> parameters, in order.  Our functions may have more at the end, if those have defaults."""
 
 
 @pytest.mark.parametrize("path", SIGNATURES)

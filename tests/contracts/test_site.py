@@ -1,4 +1,4 @@
-"""The pages form a site: links, anchors and paths hold, nothing comes from the network, and it stays readable."""
+"""The pages form a site: links, anchors and paths work, nothing needs the network, and it stays readable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.contracts.source_tree import REPO
 
 OUTSIDE = [REPO / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
 OUTSIDE += sorted((REPO / "examples").glob("**/*.md"))
-"""Pages that the site does not hold; mkdocs checks the others."""
+"""Pages outside the site; mkdocs checks the others."""
 GENERATED = {"flags.md", "hooks.md"}
 WORD_LIMIT = 24_000
 GENERATED_TABLE = re.compile(r"<!-- written by .*?<!-- end of the table -->", flags=re.DOTALL)
@@ -50,7 +50,7 @@ def test_links_of_pages_outside_the_site_hold(page):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built site, and what the build warned of."""
+    """The built site, and the build's warnings."""
     folder, warnings = tmp_path_factory.mktemp("site"), []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())
@@ -89,7 +89,7 @@ QUESTIONS = {
     "llm judge": "howto/judge.html",
     "append_response_tokens": "api.html",
 }
-"""What a new user asks for, and the page that answers."""
+"""What a new user searches for, and the page that answers it."""
 
 
 @pytest.mark.timeout(300)

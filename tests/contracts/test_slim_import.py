@@ -1,4 +1,4 @@
-"""Layers 0 to 3 and the flags import without Ray, Megatron, SGLang, trackers or a GPU; the driver imports no work of
+"""Layers 0 to 3 and the flags import without Ray, Megatron, SGLang, trackers or a GPU; the driver imports no code of
 other processes.
 """
 
@@ -66,13 +66,13 @@ PACKAGES = (
     "slime.arguments",
 )
 NEEDS_MORE = (
-    # CUDA kernels: torch for CUDA brings Triton, torch for CPU does not
+    # CUDA kernels: CUDA builds of torch include Triton, CPU builds do not
     "slime.algorithms.log_probs_kernels",
     "slime.ext.fast_push.kernels.triton_cast",
     "slime.ext.fast_push.kernels.triton_copy",
     "slime.ext.fast_push.kernels.triton_digest",
     "slime.ext.low_precision.triton_int4",
-    # old paths of modules that live in a backend
+    # old paths of modules that are now in a backend
     "slime.utils.routing_replay",
     "slime.utils.reloadable_process_group",
 )
@@ -80,7 +80,7 @@ NEEDS_MORE = (
 
 @pytest.fixture(scope="module")
 def errors():
-    """Package -> why it does not import, or nothing; each in a fork of one process that has imported torch."""
+    """Package -> its import error, if any; each in a fork of one process that has imported torch."""
     words = [sys.executable, "-c", PROGRAM, json.dumps(PACKAGES), json.dumps(NEEDS_MORE)]
     result = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-2000:]
@@ -97,7 +97,7 @@ DRIVER = (
     *("slime.backends.megatron_utils.arguments", "slime.backends.sglang_utils.arguments"),
     *("slime.ext.record.run_record", "slime.ext.record.alarms", "slime.ext.record.scraping"),
 )
-"""What the driver of a plain run imports, in functions too, that brings further modules with it."""
+"""Modules with many imports that the driver of a plain run imports, including inside functions."""
 WORK_OF_OTHERS = (
     *("slime.backends.train_worker", "slime.backends.megatron_utils.actor", "slime.ext.fast_push.verified_push"),
     *("slime.backends.sglang_utils.sglang_engine", "slime.ray.engines.actor", "slime.ray.engines.fleet"),

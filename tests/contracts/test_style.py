@@ -1,4 +1,4 @@
-"""The checks of pyproject.toml that need no run of the code: lint, format, types."""
+"""The static checks of pyproject.toml: lint, format, types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.contracts.source_tree import REPO
 
 TIMEOUT_S = 900
-"""Of mypy, which takes half a minute on a quiet machine, at a load of 30."""
+"""For mypy, which takes half a minute on an idle machine, at a load of 30."""
 
 
 @pytest.mark.timeout(TIMEOUT_S)

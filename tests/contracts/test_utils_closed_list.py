@@ -1,4 +1,4 @@
-"""slime.utils is the kit of plug-in authors, not a drawer: what it holds is listed here, and nothing else."""
+"""slime.utils holds what plug-in authors import, and nothing else; this is the complete list."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ ADAPTERS = {
     "slime.utils.external_utils.command_utils",
     "slime.ray.placement_group",
 }
-"""Facades whose old signatures carry ``args`` or other old parameters, or that a driver begins with, and so adapt
-instead of passing on."""
+"""Facades whose old signatures carry ``args`` or other old parameters, or that a driver calls first, so that they
+adapt calls instead of re-exporting."""

@@ -1,4 +1,4 @@
-"""No wait of the rollout side is without end."""
+"""Every wait on the rollout side has a deadline, or a reason to have none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every ``path.py: function`` that a walk of docs/architecture.md names exists, and each walk goes one way."""
+"""Every ``path.py: function`` in the walks of docs/architecture.md exists, and each walk follows the calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without the folder of an extension everything else still works, and the core trains with none."""
+"""Without the folder of any one extension everything else still works, and the core trains with none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOOLS = {
         "convert_hf_to_int4_direct convert_k2_thinking_int4_to_bf16 convert_mxfp4_to_bf16 fp8_cast_bf16"
     ).split()
 }
-"""Commands of extensions, and their parts."""
+"""Commands of extensions, and their modules."""
 PROGRAM = """
 import os, sys
 from examples import one_step
@@ -50,7 +50,7 @@ assert not [name for name in sys.modules if name.startswith(("slime.ext.", "slim
 
 
 def flags_of(extension: str) -> list[str]:
-    """The flags that an extension declares, by its source."""
+    """The flags that an extension declares, from its source."""
     path = REPO / "slime/ext" / extension / "flags.py"
     return [
         node.args[0].value
@@ -104,7 +104,8 @@ def test_the_core_trains_where_every_extension_is_deleted(tmp_path):
     assert len(re.findall(r"^step \d/2: mean reward 0\.\d+$", ended.stdout, flags=re.MULTILINE)) == 2
     for rollout_id in range(2):
         for sample in torch.load(tmp_path / f"{rollout_id}.pt", weights_only=False)["samples"]:
-            # The old policy's log-probs by Megatron, and those with which transformers drew: the push carried all.
+            # The old policy's log-probs by Megatron, and those of transformers' generation: they agree, so the push
+            # was complete.
             torch.testing.assert_close(
                 torch.as_tensor(sample["log_probs"]), torch.as_tensor(sample["rollout_log_probs"]), atol=1e-4, rtol=0
             )

@@ -1,7 +1,7 @@
-"""Finds waits in source code, and those that have no deadline; used by ``test_waits``.
+"""Finds waits in source code, and those without a deadline; used by ``test_waits``.
 
-What counts as a wait is what Python, asyncio, Ray, subprocess, queue and the HTTP clients offer for it, judged by the
-call alone.  Whether a deadline further out covers a wait is beyond this: such waits are named, with the reason, in
+A wait is a blocking call of Python, asyncio, Ray, subprocess, queue or the HTTP clients, recognized from the
+call alone.  This cannot see whether an outer deadline covers a wait; such waits are listed, with the reason, in
 ``test_waits.UNTIMED``.
 """
 
@@ -18,7 +18,7 @@ TRAINER_SIDE = (
     *("slime.backends.megatron_utils", "slime.backends.train_worker", "slime.weights", "slime.train_data"),
     "slime.ext.low_precision",
 )
-"""Collectives have their own deadline, ``--distributed-timeout-minutes``."""
+"""Collectives, whose deadline is ``--distributed-timeout-minutes``."""
 ROLLOUT_SIDE = ("slime", "slime_plugins/graders", "slime_plugins/rollout_buffer")
 
 TIMED_ARGUMENTS = frozenset({"timeout", "timeout_s", "timeout_sec"})
@@ -33,7 +33,7 @@ class Wait:
 
     module: str
     function: str
-    """Dotted, with its class; empty at the top of the module."""
+    """Dotted name with its class; empty at module level."""
     line: int
     call: str
     """As written, without its arguments."""
@@ -70,7 +70,7 @@ class _Finder(ast.NodeVisitor):
         self._is_async = [False]
         self._under_timeout = 0
         self._wrapped: set[int] = set()
-        """Ids of calls that stand inside ``asyncio.wait_for`` or an ``asyncio.timeout`` block."""
+        """Ids of calls inside ``asyncio.wait_for`` or an ``asyncio.timeout`` block."""
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self._inside(node, is_async=False)
@@ -120,7 +120,7 @@ class _Finder(ast.NodeVisitor):
         )
 
     def _judge(self, node: ast.Call, name: str) -> bool | None:
-        """Whether the wait has a deadline; None when the call is no wait."""
+        """Whether the wait has a deadline; None if the call is not a wait."""
         owner, _, verb = name.rpartition(".")
         has_keyword = any(k.arg in TIMED_ARGUMENTS and not _may_be_none(k.value) for k in node.keywords)
         num_args = len(node.args)

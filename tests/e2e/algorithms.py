@@ -1,15 +1,15 @@
-"""The tiny task's real job, once for each algorithm and seed, from one warm start: who reaches which accuracy.
+"""Runs the tiny task's real job for each algorithm and seed from one warm start, and compares accuracies.
 
     python -m tests.e2e.algorithms                                    CPU, all algorithms, one job after the other
     python -m tests.e2e.algorithms --only grpo ppo --rollouts 10      some of them
-    python -m tests.e2e.algorithms --device gpu --parallel 4          a job on each GPU
+    python -m tests.e2e.algorithms --device gpu --parallel 4          one job per GPU
 
-Each job is ``scripts/run-tiny-cpu.sh`` or ``run-tiny-gpu.sh`` in a private Ray; what stands behind ``--`` goes to
-every job.  A folder of ``--warm-start`` that is not there is made as the demo makes it.  Exit code 0 when every
-job has reached ``--target``.
+Each job is ``scripts/run-tiny-cpu.sh`` or ``run-tiny-gpu.sh`` in a private Ray; arguments after ``--`` go to
+every job.  A missing ``--warm-start`` folder is created as in the demo.  Exit code 0 if every job
+has reached ``--target``.
 
-What a row does not name is that of the script: 32 prompts x 8 samples a rollout, one optimizer step, learning rate
-5e-4, no KL and no entropy term, temperature 1, responses of 18 tokens or so.
+Settings that a row does not set come from the script: 32 prompts x 8 samples per rollout, one optimizer step, learning
+rate 5e-4, no KL and no entropy term, temperature 1, responses of about 18 tokens.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ JOB_S = 3600
 
 
 class Loop(StrEnum):
-    """Which training loop a job runs in, and with which rollout function: ``LOOP`` of the recipes."""
+    """The training loop and rollout function of a job: ``LOOP`` of the recipes."""
 
     SYNC = "sync"
     """``train.py``: engine and trainer take turns on one GPU."""
     AHEAD = "ahead"
-    """``train_async.py``: rollout k + 1 is generated while rollout k is trained; a GPU each."""
+    """``train_async.py``: rollout k + 1 is generated while rollout k is trained; one GPU each."""
     FULLY = "async"
-    """``train_async.py`` with the fully asynchronous rollout: generation never stops; a GPU each."""
+    """``train_async.py`` with the fully asynchronous rollout: generation never stops; one GPU each."""
 
     @property
     def num_gpus(self) -> int:
@@ -58,17 +58,17 @@ class Variant:
     """One row of the table."""
 
     name: str
-    """Of the run's folder, and for ``--only``."""
+    """Name of the run's folder, and for ``--only``."""
     title: str
     flags: tuple[str, ...]
-    """Beside those of the recipe; of a flag given twice the last counts.  ``{run}`` is the run's folder."""
+    """Flags added to the recipe's; the last of duplicate flags wins.  ``{run}`` is the run's folder."""
     why: str
-    """Why the hyperparameters are these."""
+    """The reason for these hyperparameters."""
     loop: Loop = Loop.SYNC
     all_seeds: bool = False
-    """Run with every seed of ``--seeds``, not only with the first."""
+    """True to run with every seed of ``--seeds``, not only the first."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Name in the run's folder -> text, of files that the flags name."""
+    """Files that the flags name: name in the run's folder -> text."""
 
 
 def _flags(text: str) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def _flags(text: str) -> tuple[str, ...]:
 
 
 TWO_STEPS = "--global-batch-size 128"
-"""Two optimizer steps a rollout, so that the second meets ratios that are not 1 and the clip has something to do."""
+"""Two optimizer steps per rollout, so that in the second, ratios are not 1 and clipping has an effect."""
 
 VARIANTS: tuple[Variant, ...] = (
     Variant(
@@ -165,7 +165,7 @@ VARIANTS: tuple[Variant, ...] = (
 
 @dataclass(frozen=True)
 class Result:
-    """What a job reached."""
+    """The results of a job."""
 
     variant: Variant
     seed: int
@@ -174,29 +174,29 @@ class Result:
     """(rollouts trained, held-out accuracy at temperature 1)."""
     greedy: Curve
     differences: Curve
-    """(optimizer step, mean abs(log-prob of the trainer - log-prob of the engine))."""
+    """(optimizer step, mean abs(trainer log-prob - engine log-prob))."""
 
     def rollouts_to(self, target: float) -> int | None:
-        """Return the rollouts trained at the first evaluation that is at least ``target``."""
+        """Return the rollouts trained at the first evaluation that reaches ``target``."""
         return next((int(step) for step, value in self.sampled if value >= target), None)
 
 
 def make_warm_start(folder: Path) -> None:
-    """Make task, model, conversion and supervised fine-tuning, by the demo's own script."""
+    """Create task, model, conversion and supervised fine-tuning with the demo's script."""
     if not (folder / "sft" / "latest_checkpointed_iteration.txt").exists():
         environment = dict(os.environ) | {"TINY_DIR": str(folder), "UNTIL": "warm_start", "DEVICE": "cpu"}
         subprocess.run([str(REPO / "scripts" / "demo.sh")], env=environment, cwd=REPO, check=True)
 
 
 def run_job(variant: Variant, seed: int, number: int, options: argparse.Namespace) -> Result:
-    """Run one job in a folder of its own, and read its numbers."""
+    """Run one job in a new folder, and read its results."""
     folder = options.out / f"{variant.name}-seed{seed}"
     folder.mkdir(parents=True)
     for name, text in variant.files.items():
         (folder / name).write_text(text)
     config = json.loads((options.warm_start / "task/hf/config.json").read_text())
     flags = ["--num-rollout", str(options.rollouts), "--eval-interval", "5", "--save-interval", "20"]
-    flags += ["--kv-channels", str(config["head_dim"])]  # the warm start may have another than the script
+    flags += ["--kv-channels", str(config["head_dim"])]  # the warm start's may differ from the script's
     flags += [flag.replace("{run}", str(folder)) for flag in variant.flags] + options.flags
     variables = {
         "TINY_DIR": str(options.warm_start), "SAVE_DIR": str(folder), "SEED": str(seed), "LOOP": variant.loop.value,
@@ -218,7 +218,7 @@ def run_job(variant: Variant, seed: int, number: int, options: argparse.Namespac
 
 
 def table(results: Sequence[Result], target: float) -> str:
-    """Return a row for each algorithm, means over its seeds."""
+    """Return a row for each algorithm: means over its seeds."""
     columns = ("algorithm", "seeds", "accuracy before and after", "greedy", f"rollouts to {target}", "abs(dlogp)")
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for _, group in itertools.groupby(results, lambda result: result.variant.name):

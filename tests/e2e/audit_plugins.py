@@ -1,4 +1,4 @@
-"""Plug-ins that leave a trail of a run, so that a test can account for every prompt group.
+"""Plug-ins that record a run, so that a test can account for every prompt group.
 
 ``AUDIT_DIR`` in the environment names the folder.
 """
@@ -28,12 +28,12 @@ def filter_and_note(args, samples, **kwargs) -> DynamicFilterOutput:
 
 
 def note_train_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler) -> None:
-    """A line in ``steps.jsonl`` when an optimizer step begins."""
+    """Write a line to ``steps.jsonl`` when an optimizer step begins."""
     _append("steps.jsonl", {"rollout": rollout_id, "step": step_id})
 
 
 def note_answer(args, sample, evaluation: bool = False) -> None:
-    """A sample hook: a line in ``answers.jsonl`` with what an engine has drawn for the sample so far."""
+    """A sample hook: write a line to ``answers.jsonl`` with the tokens generated for the sample so far."""
     if not evaluation:
         tokens = sample.tokens[len(sample.tokens) - sample.response_length :]
         drawn = {"tokens": tokens, "log_probs": sample.rollout_log_probs or []}

@@ -1,15 +1,15 @@
-"""Schedules of deaths, drawn from seeds, against the real job: tiny model, real processes, on a CPU or on GPUs.
+"""Random schedules of process deaths against the real job: tiny model, real processes, on a CPU or on GPUs.
 
     python -m tests.e2e.chaos --schedules 20 --seed 0 --work-dir runs/chaos
     python -m tests.e2e.chaos --schedules 20 --device gpu --parallel 10 -- --sglang-attention-backend triton
 
-A seed says how the job is laid out, how its trainer recovers, and which one or two of its parts are killed, or stopped
+A seed determines the job's layout, the trainer's recovery, and which one or two parts are killed, or stopped
 for good, in which phases of which steps.  Only the death of the driver or the manager may end the command, which is
-then given again.  At the end no prompt is lost, none was trained twice, no answer was generated again after a death,
-and no process is left.
+then run again.  At the end no prompt may be lost or trained twice, no answer generated again after a death,
+and no process left.
 
-A line for each schedule as it ends, the story of one that failed, and a table of all.  Exit code 1 when one failed.
-``--parallel`` jobs run side by side, each in a Ray of its own; on GPUs they share these.
+Prints a line for each finished schedule, details of failed ones, and a table.  Exit code 1 if one failed.
+``--parallel`` jobs run at a time, each in its own Ray; on GPUs they share the GPUs.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ PARTS = {
     "engine": "sglang_utils.server_main",
     "engine actor": "ray::EngineActor",
     "router": "sglang_utils.router_main",
-    "trainer rank": "TrainRayActor",  # of megatron, or the one that copies its state
+    "trainer rank": "TrainRayActor",  # of Megatron, or the process that copies its state
     "manager": "ray::RolloutManager",
     "driver": "",
 }
 ENDING = ("manager", "driver")
-"""Parts whose death may end the command: the manager's does while the driver asks it for more than samples."""
+"""Parts whose death may end the command: the manager's only while the driver needs more than samples from it."""
 PHASES = ("generate", "train", "save", "push")
 MAY_NOT_BE = ("lost", "trained twice", "trained and waiting", "ledger: problems", "generated again")
 GPUS_OF_A_JOB = 2
-"""Where there are more, jobs side by side take others."""
+"""If there are more, parallel jobs use different ones."""
 GPU_FLAGS = """--bf16 --attention-dropout 0 --hidden-dropout 0 --accumulate-allreduce-grads-in-fp32
     --attention-softmax-in-fp32 --sglang-mem-fraction-static 0.3 --sglang-max-total-tokens 65536
     --sglang-server-concurrency 64 --sglang-cuda-graph-max-bs-decode 8"""
-"""The model is tiny: without limits its engine would take a third of the GPU, and many minutes for its graphs."""
+"""The model is tiny; without limits its engine would use a third of the GPU, and spend minutes on CUDA graphs."""
 START_APART_S = 2.0
-"""Between two starts: clusters of Ray that look for free ports at the same moment find the same ones."""
+"""Seconds between two starts: Ray clusters that look for free ports at the same moment find the same ones."""
 _STARTING = Lock()
 TOLD = re.compile(r"ERROR|WARNING|Error:|slime job failed|first cause|is back after|step \d+/")
-"""Lines of a log that a story quotes."""
+"""Number of log lines that a story quotes."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Strike:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the job of a seed is laid out, and how its trainer recovers."""
+    """A seed's job layout, and its trainer's recovery."""
 
     num_ranks: int
     shares_gpus: bool
@@ -95,21 +95,21 @@ class Setting:
 
 
 def draw(seed: int) -> list[Strike]:
-    """Return the strikes of a seed, in the order of their moments."""
+    """Return a seed's strikes, in chronological order."""
     rng = random.Random(seed)
     strikes = []
     for rollout_id in sorted(rng.sample(range(NUM_ROLLOUT - 1), rng.choice((1, 2)))):
         part = rng.choice(sorted(PARTS))
-        # Nobody looks for a driver or a manager that stops.
+        # Nothing detects a stopped driver or manager.
         kind = signal.SIGKILL if part in ENDING or rng.random() < 0.7 else signal.SIGSTOP
         strikes.append(Strike(part, kind, rng.choice(PHASES), rollout_id, round(rng.uniform(0, 1), 1)))
     return strikes
 
 
 def setting_of(seed: int, num_gpus: int, num_ranks: int | None = None) -> Setting:
-    """Return the layout of a seed on so many GPUs; 0 for the logical ones of a CPU, of which there are enough.
+    """Return a seed's layout on that many GPUs; 0 for a CPU's logical GPUs, of which there are enough.
 
-    ``num_ranks`` of the trainer, if given, share their GPUs with engines.
+    ``num_ranks``, if given, trainer ranks share their GPUs with engines.
     """
     if num_ranks:
         return Setting(num_ranks, True, ("checkpoint", "memory")[seed // 2 % 2])
@@ -119,7 +119,7 @@ def setting_of(seed: int, num_gpus: int, num_ranks: int | None = None) -> Settin
 
 
 def visible_gpus(seed: int, num_gpus: int, gpus_of_a_job: int = GPUS_OF_A_JOB) -> dict[str, str]:
-    """Return the environment that gives the job of a seed its GPUs."""
+    """Return the environment that gives a seed's job its GPUs."""
     if num_gpus <= gpus_of_a_job:
         return {}
     first = seed % (num_gpus // gpus_of_a_job) * gpus_of_a_job
@@ -128,7 +128,7 @@ def visible_gpus(seed: int, num_gpus: int, gpus_of_a_job: int = GPUS_OF_A_JOB) -
 
 @dataclass
 class Schedule:
-    """What a seed does, and what came of it."""
+    """A seed's plan and results."""
 
     seed: int
     setting: Setting
@@ -147,7 +147,7 @@ class Schedule:
 
 
 def has_come(strike: Strike, job: Job, work_dir: Path) -> bool:
-    """Return whether the phase of a strike has begun; it may be over."""
+    """Return whether the phase of a strike has begun; it may be over already."""
     number, save = strike.rollout_id, work_dir / "save"
     if tracker(save) >= number:
         return True
@@ -162,7 +162,7 @@ def has_come(strike: Strike, job: Job, work_dir: Path) -> bool:
 
 
 def parent_of(pid: int) -> int:
-    """Return the parent of a process; 0 when it has gone."""
+    """Return the parent of a process; 0 if the process is gone."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -170,7 +170,7 @@ def parent_of(pid: int) -> int:
 
 
 def victims_of(part: str, job: Job) -> list[int]:
-    """Return the processes of the last one of such parts: it, and those that it forked."""
+    """Return the newest process of such parts, and its forks."""
     if part == "driver":
         return [job.process.pid]
     pids = job.pids(PARTS[part])
@@ -179,7 +179,7 @@ def victims_of(part: str, job: Job) -> list[int]:
 
 
 def strike_now(strike: Strike, job: Job) -> bool:
-    """Send the signal; return whether there was a process to take it."""
+    """Send the signal; return whether a process was there."""
     was_sent = False
     for pid in victims_of(strike.part, job):
         try:
@@ -196,7 +196,7 @@ def flags_of(schedule: Schedule, task: Path, more: Sequence[str]) -> list[str]:
         task, folder / "save", *schedule.setting.flags(),
         *f"--num-rollout {NUM_ROLLOUT} --rollout-max-response-len 200 --max-tokens-per-gpu 2048".split(),
         *"--use-fault-tolerance --rollout-health-check-interval 5 --rollout-health-check-timeout 30".split(),
-        *"--weight-update-timeout-s 120 --engine-start-timeout-s 300".split(),  # an engine that is stopped: half of it
+        *"--weight-update-timeout-s 120 --engine-start-timeout-s 300".split(),  # half of it bounds a stopped engine
         *"--dynamic-sampling-filter-path tests.e2e.audit_plugins.filter_and_note".split(),
         *"--rollout-sample-hook-path tests.e2e.audit_plugins.note_answer".split(),
         *"--custom-megatron-before-train-step-hook-path tests.e2e.audit_plugins.note_train_step".split(),
@@ -205,11 +205,11 @@ def flags_of(schedule: Schedule, task: Path, more: Sequence[str]) -> list[str]:
 
 
 def live(schedule: Schedule, job: Job, left: list[Strike], moments: list[float], deadline_s: float) -> Strike | None:
-    """Follow one job to its end and strike it on the way; return the last strike that it took.
+    """Follow one job to its end and strike it on the way; return the last strike carried out.
 
     Args:
-        left: the strikes to come; those that are carried out are taken away.
-        moments: of the strikes that were carried out; the new ones are added.
+        left: strikes to come; those carried out are removed.
+        moments: times of strikes carried out; new ones are appended.
 
     Raises:
         TimeoutError: the deadline passed.
@@ -236,7 +236,7 @@ def live(schedule: Schedule, job: Job, left: list[Strike], moments: list[float],
 
 
 def run(schedule: Schedule, task: Path, more: Sequence[str], limit_s: float) -> None:
-    """Run the job of a schedule to its end; add to its problems what must not be."""
+    """Run the job of a schedule to its end; add everything that must not happen to its problems."""
     left, moments = list(schedule.strikes), list[float]()
     deadline_s = time.monotonic() + limit_s
     for life in range(len(schedule.strikes) + 1):
@@ -268,14 +268,14 @@ def run(schedule: Schedule, task: Path, more: Sequence[str], limit_s: float) -> 
 
 
 def try_out(schedule: Schedule, task: Path, more: Sequence[str], limit_s: float) -> Schedule:
-    """Run a schedule from its beginning, whatever becomes of it; its story is left beside its logs."""
+    """Run a whole schedule, catching failures; write its story beside its logs."""
     shutil.rmtree(schedule.folder, ignore_errors=True)
     (schedule.folder / "save").mkdir(parents=True)
     schedule.began = time.monotonic()
     try:
         run(schedule, task, more, limit_s)
     except (AssertionError, OSError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
-        # Processes that stay, a passed deadline, files that are not there: the next schedule is not concerned.
+        # Remaining processes, an exceeded deadline, missing files: these do not affect the next schedule.
         schedule.problems.append(f"{type(error).__name__}: {error}")
     schedule.took_s = time.monotonic() - schedule.began
     (schedule.folder / "story.txt").write_text("\n".join([*schedule.story, *schedule.problems]) + "\n")
@@ -283,7 +283,7 @@ def try_out(schedule: Schedule, task: Path, more: Sequence[str], limit_s: float)
 
 
 def told(schedule: Schedule) -> str:
-    """Return the line of a schedule; of one that failed, its story and what its logs say last."""
+    """Return a schedule's line; if it failed, also its story and the end of its logs."""
     strikes = "; ".join(map(str, schedule.strikes))
     head = f"seed {schedule.seed}, {schedule.took_s:.0f} s, {schedule.setting}: {strikes}: "
     if not schedule.problems:
@@ -330,14 +330,14 @@ def parse() -> argparse.Namespace:
 
 
 def stop(signum: int, frame: FrameType | None) -> None:
-    """End every job, and this process with whatever its threads wait for."""
+    """End every job, and then this process with the threads that wait for them."""
     for job in JOBS:
         job.kill_everything()
     os._exit(128 + signum)
 
 
 def main() -> int:
-    """Run the schedules; return 1 when one of them failed."""
+    """Run the schedules; return 1 if one of them failed."""
     options = parse()
     num_gpus = torch.cuda.device_count() if options.device == "gpu" else 0
     more = [*(shlex.split(GPU_FLAGS) if num_gpus else []), *options.flags]

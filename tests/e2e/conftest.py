@@ -1,4 +1,4 @@
-"""What the tests of real jobs share: the tiny task, and the end of every job with its test."""
+"""Fixtures of real jobs: the tiny task, and the end of every job with its test."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def no_job_survives() -> Iterator[None]:
     while JOBS:
         job = JOBS.pop()
         job.kill_everything()
-        print(f"The end of {job.log}:\n{job.text()[-6000:]}")  # pytest shows it where the test failed
+        print(f"The end of {job.log}:\n{job.text()[-6000:]}")  # pytest shows it if the test failed
 
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny task, its random model, and the converted checkpoint; the workers of pytest-xdist share them."""
+    """The tiny task, its random model, and the converted checkpoint; pytest-xdist workers share them."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "task"
     folder.mkdir(exist_ok=True)

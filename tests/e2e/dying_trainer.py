@@ -1,4 +1,4 @@
-"""Hooks before each optimizer step by which a rank of the trainer fails, once for each rollout that is named."""
+"""Hooks before each optimizer step that make a trainer rank fail, once in each named rollout."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def _is_due(args: Namespace, rollout_id: int, step_id: int, rollouts: tuple[int, ...], rank: int = 0) -> bool:
-    """Whether this rank fails now: before the second step, the first time that the rollout is trained on."""
+    """Whether this rank fails now: before the second step, the first time the rollout is trained."""
     mark = Path(args.save) / f"died_in_{rollout_id}"
     if rollout_id not in rollouts or step_id != 1 or dist.get_rank() != rank or mark.exists():
         return False
@@ -22,7 +22,7 @@ def _is_due(args: Namespace, rollout_id: int, step_id: int, rollouts: tuple[int,
 def the_critic_dies_in_rollout_1_and_the_actor_in_2_and_with_the_copies_in_3(
     args: Namespace, rollout_id: int, step_id: int, *_: Any
 ) -> None:
-    """End this process, once each; the last time after those that keep copies of the state of both."""
+    """End this process, once in each rollout; the last time after the processes that keep copies of its state."""
     if not _is_due(args, rollout_id, step_id, (1,) if Path(args.save).name == "critic" else (2, 3)):
         return
     for folder in Path("/proc").glob("[0-9]*") if rollout_id == 3 else ():
@@ -47,7 +47,7 @@ def stop(args: Namespace, rollout_id: int, step_id: int, *_: Any) -> None:
 
 
 def poison(args: Namespace, rollout_id: int, step_id: int, model: list[torch.nn.Module], *_: Any) -> None:
-    """Give the last rank of two a weight that is not finite."""
+    """Set a weight of the last of two ranks to a value that is not finite."""
     if _is_due(args, rollout_id, step_id, (1,), rank=1):
         with torch.no_grad():
             next(model[0].parameters()).fill_(float("nan"))

@@ -46,7 +46,7 @@ def engine_args(checkpoint: str, **more: Any) -> Namespace:
 
 
 def main(checkpoint: str, out: str, flags: str = "{}") -> None:
-    """Start both, write their addresses to ``out``, wait for the end."""
+    """Start both, write their addresses to ``out``, and wait to be killed."""
     args = engine_args(checkpoint, **json.loads(flags))
     router = start_router(
         args,

@@ -1,4 +1,4 @@
-"""Start ``train.py`` as a user would, follow it, kill it, and see what is left of it."""
+"""Starts ``train.py`` as a user would, follows it, kills it, and checks what is left."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ import psutil
 
 REPO = Path(__file__).resolve().parents[2]
 PYTHONPATH = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
-"""Of what the tests start: this repository before what the environment names."""
+"""PYTHONPATH of what the tests start: this repository before the environment's entries."""
 
-# Deadlines on a machine with a load of ten; on two idle cores each is reached in less than a tenth of it.
+# Deadlines in seconds, for a machine with a load of ten; two idle cores need less than a tenth.
 STEP_S = 480
-"""For a job to print its first step."""
+"""Until a job prints its first step."""
 JOB_S = 900
-"""For a job to end by itself."""
+"""Until a job ends by itself."""
 TASK_S = 400
-"""For one of the two programs that make the task."""
+"""For one of the two programs that create the task."""
 GONE_S = 180
-"""For a job that was struck to end, and for its processes to go."""
+"""Until a killed job has ended, with all its processes."""
 
 RAY = {"RAY_ADDRESS": "local", "RAY_gcs_server_port_wait_time_s": "120"}
-"""A private cluster, whose first server may take longer than Ray's 20 s to come up on such a machine."""
+"""A private cluster, whose first server may need more than Ray's 20 s to start on such a machine."""
 
 JOBS: list[Job] = []
-"""Every job that was started; a fixture kills what is left of them after each test."""
+"""Every started job; a fixture kills the remains of each after each test."""
 
 
 class Job:
     """One training job in a private Ray; its processes are found by a tag in their environment.
 
     Args:
-        script: a driver in Python or a recipe in shell, by its path in the repository.
+        script: a Python driver or a shell recipe, by its path in the repository.
     """
 
     def __init__(self, script: str, flags: list[str], log: Path, **environment: str) -> None:
@@ -57,7 +57,7 @@ class Job:
             cwd=REPO,
             env=dict(os.environ) | {name: value, "PYTHONPATH": PYTHONPATH} | RAY | environment,
             start_new_session=True,
-            # What a shell starts in its background inherits that Ctrl-C is ignored; the job of a test must not.
+            # Processes that a shell starts in the background ignore Ctrl-C; a test's job must not.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
@@ -75,7 +75,7 @@ class Job:
         return found
 
     def listening(self) -> set[tuple[str, int, str]]:
-        """Every TCP socket of the job that listens: address, port, name of its process."""
+        """Every listening TCP socket of the job: address, port, name of its process."""
         found = set()
         for pid in self.pids():
             try:
@@ -91,7 +91,7 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float, *, poll_s: float = 0.05) -> None:
-        """Until ``condition()``; fails when the job ends before, or time is up."""
+        """Wait for ``condition()``; fail if the job ends first, or on timeout."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"the job ended before {what}:\n{self.text()[-4000:]}"
@@ -102,7 +102,7 @@ class Job:
         return self.process.wait(timeout=timeout_s)
 
     def seconds_until_gone(self, timeout_s: float) -> float:
-        """Seconds until no process of the job is left."""
+        """Wait until no process of the job is left; return the seconds."""
         start = time.monotonic()
         while self.pids():
             assert time.monotonic() - start < timeout_s, f"still alive: {self.commands()}"
@@ -110,7 +110,7 @@ class Job:
         return time.monotonic() - start
 
     def strike(self, process: str, message: str) -> None:
-        """SIGKILL to a part of the job: it ends with ``message``, a pattern of the cause, and leaves nothing."""
+        """SIGKILL a part of the job: it must end with ``message``, a pattern of the cause, and leave nothing."""
         victims = self.pids(process)
         assert victims, f"no {process} runs: {self.commands()}"
         for pid in victims:
@@ -129,7 +129,7 @@ class Job:
         return lines
 
     def kill_everything(self) -> int:
-        """SIGKILL to every process; gives how many were killed."""
+        """SIGKILL every process; return how many were killed."""
         killed = 0
         for _ in range(50):
             pids = self.pids()
@@ -147,7 +147,7 @@ class Job:
 
 
 def make_task(folder: Path) -> None:
-    """Write the tiny task with its random model, and the converted checkpoint; what an earlier call made stays."""
+    """Write the tiny task with its random model, and the converted checkpoint; keeps results of earlier calls."""
     if (folder / "torch_dist/latest_checkpointed_iteration.txt").exists():
         return
     for words in (
@@ -165,13 +165,13 @@ def make_task(folder: Path) -> None:
 
 
 def records(folder: Path, key: str) -> list[dict[str, Any]]:
-    """The metric records of a run that carry ``key``, in the order of writing."""
+    """The metric records of a run that have ``key``, in order."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if key in row]
 
 
 def grpo_flags(task: Path, save: Path, *more: str) -> list[str]:
-    """A small GRPO run with the features of a large one; config.json says what the model is."""
+    """A small GRPO run with the features of a large one; config.json describes the model."""
     text = f"""
         --actor-num-nodes 1 --hf-checkpoint {task}/task/hf --ref-load {task}/torch_dist --load {save} --save {save}
         --save-interval 1 --prompt-data {task}/task/data/grpo.jsonl --input-key prompt --label-key label
@@ -187,7 +187,7 @@ def grpo_flags(task: Path, save: Path, *more: str) -> list[str]:
 
 
 def replay_flags(task: Path, save: Path, dumps: str, *more: str) -> list[str]:
-    """The same run without engines, on recorded rollouts, which are not written over."""
+    """The same run without engines, on recorded rollouts, which it does not overwrite."""
     flags = grpo_flags(task, save, *more)
     cut = flags.index("--save-debug-rollout-data")
     return [*flags[:cut], *flags[cut + 2 :], "--load-debug-rollout-data", dumps]

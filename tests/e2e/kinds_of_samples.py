@@ -1,4 +1,4 @@
-"""Samples of every kind, asked of an engine through slime's own rollout code."""
+"""Requests samples of every kind from an engine through slime's rollout code."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ABORT_AT_TOKENS = 40
 async def go_on(
     args: Namespace, url: str, sample: Sample, sampling: Mapping[str, Any], num_tokens: int, *, abort_at: int = 0
 ) -> None:
-    """Let the engine go on with a sample as a rollout does; with ``abort_at`` stop it once it holds so many tokens."""
+    """Continue a sample as a rollout does; with ``abort_at``, stop it once it has that many tokens."""
     params = {**sampling, "max_new_tokens": num_tokens + sample.response_length}
     nothing = Namespace(tokenizer=None, processor=None)
     payload = request_payload(args, sample, params, nothing)  # type: ignore[arg-type]
     answer = asyncio.create_task(post(f"{url}/generate", payload, 1, decode=decode_generate_answer))
     if abort_at:
-        # By tokens, not by time: the more a fast machine draws, the larger is the largest error among them.
+        # By tokens, not by time: the more tokens a fast machine generates, the larger the largest error among them.
         while sum(one["num_used_tokens"] for one in (await get(f"{url}/v1/loads?include=core"))["loads"]) < abort_at:
             await asyncio.sleep(0.01)
         await post(f"{url}/abort_request", {"abort_all": True}, 1, decode=lambda body: body)
@@ -32,7 +32,7 @@ async def go_on(
 
 
 async def collect(args: Namespace, url: str, sampling: Mapping[str, Any]) -> list[Sample]:
-    """Return four samples: two whole ones with a common prefix, one aborted on the way, one with a tool's text."""
+    """Return four samples: two complete ones with a common prefix, one aborted, one with a tool's text."""
     init_http_client(args)
     add_job_servers(url)
     prompts = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, *range(20, 60)], [11, 12, 13], [30, 31]]

@@ -1,8 +1,8 @@
-"""How long a job with two trainer ranks and an engine takes from a failure to its next trained step.
+"""Measures how long a job with two trainer ranks and an engine takes from a failure to its next trained step.
 
     python -m tests.e2e.recovery_times --work-dir runs/recovery kill stop poison change sigterm_driver
 
-One job for each case on two CPU cores, with the tiny task; prints the seconds and what the driver said.
+One job for each case on two CPU cores, with the tiny task; prints the seconds and the driver's messages.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tests.nodes.cluster import logical_nodes
 HOOKS = ("kill", "stop", "poison", "change")
 """Hooks of ``dying_trainer``."""
 FAILURES = (*HOOKS, "manager", "driver")
-"""With SIGKILL to the rollout manager while it generates, and to the driver under its supervisor."""
+"""SIGKILL to the rollout manager while it generates, and to the driver under its supervisor."""
 NODES = ("node", "node_returns")
-"""Several nodes of Ray on this machine, of which one dies."""
+"""Several Ray nodes on this machine, of which one dies."""
 PREEMPTIONS = ("sigterm_driver", "sigterm_rank")
 ON_NAN = {"poison": "rollback 1", "change": "rollback 1"}
 
 
 def measure(work_dir: Path, case: str, recovery: str) -> None:
-    """Run one case to its end and print what it took."""
+    """Run one case to its end and print its times."""
     save = work_dir / f"{case}_{recovery}"
     save.mkdir(parents=True)
     hook = f"--custom-megatron-before-train-step-hook-path tests.e2e.dying_trainer.{case}"
@@ -63,9 +63,9 @@ def measure(work_dir: Path, case: str, recovery: str) -> None:
 
 
 def lose_node(work_dir: Path, case: str, recovery: str) -> None:
-    """The node of one of two ranks dies in the third rollout; the rank goes on in the reserve, or on a new node.
+    """The node of one of two ranks dies in the third rollout; the rank continues on the spare node, or a new one.
 
-    Nothing would start the engine again: the run would end with it.
+    No engine is on that node: nothing would restart it, and the run would end.
     """
     save = work_dir / f"{case}_{recovery}"
     save.mkdir(parents=True)
@@ -99,7 +99,7 @@ def lose_node(work_dir: Path, case: str, recovery: str) -> None:
 
 
 def preempt(work_dir: Path, case: str) -> None:
-    """SIGTERM to the driver or a rank in the third rollout, with the only checkpoint to come; then start again."""
+    """SIGTERM the driver or a rank in the third rollout, before the only checkpoint; then start again."""
     save = work_dir / case
     save.mkdir(parents=True)
     flags = grpo_flags(

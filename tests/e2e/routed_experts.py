@@ -1,11 +1,11 @@
-"""Do the experts that a real engine chose come back, and do they fit the trainer?  Prints what it finds.
+"""Checks that a real engine returns the experts it chose, and that they fit the trainer.  Prints the results.
 
     python -m tests.e2e.routed_experts
 
 One SGLang server with a tiny Qwen3 MoE of random weights in fp32 (SGLang's has experts in every layer).  Answers are
-asked for through slime's own rollout code: whole ones, one that continues a cached prefix, one that is aborted and
-goes on, one with a tool's text in between.  Their experts must be those that transformers chooses for the same tokens;
-then a trainer replays them, and its log-probs must be the engine's.  The exit status is 1 when anything differs.
+generated through slime's rollout code: complete ones, one that continues a cached prefix, one that is aborted and
+continued, one with a tool's text in between.  Their experts must be transformers' choices for the same tokens;
+then a trainer replays them, and its log-probs must equal the engine's.  Exit code 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def tiny_moe(seed: int) -> Qwen3MoeForCausalLM:
 
 
 def choices(model: Any, tokens: list[int]) -> dict[int, Tensor]:
-    """By layer, what transformers chooses for every token but the last: [L - 1, k], in rising order."""
+    """transformers' choices by layer for every token except the last: [L - 1, k], in ascending order."""
     seen: dict[int, Tensor] = {}
     hooks = [
         block.mlp.gate.register_forward_hook(lambda _, __, output, layer=layer: seen.update({layer: output[2]}))
@@ -85,7 +85,7 @@ def check_choices_of(model: Any, samples: list[Sample]) -> float:
 
 
 def check_trainer(folder: Path, samples: list[Sample]) -> tuple[float, float]:
-    """Under the engine's experts: the largest difference between its log-probs and the trainer's, and the share of
+    """With the engine's experts: the largest difference between its log-probs and the trainer's, and the share of
     choices that the trainer would not have made.
     """
     case = load_cases(["qwen3_moe"])["qwen3_moe"]
@@ -108,7 +108,7 @@ def check_trainer(folder: Path, samples: list[Sample]) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Run everything; 0 when all agrees."""
+    """Run everything; return 0 if all agrees."""
     tiny_qwen3.tiny_model = tiny_moe
     with tempfile.TemporaryDirectory(prefix="routed-") as root:
         folder = Path(root)

@@ -1,4 +1,4 @@
-"""An environment of examples/geo3k_vlm_multi_turn that answers every turn with a picture of another size."""
+"""An environment of examples/geo3k_vlm_multi_turn that answers every turn with an image of another size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.utils.types import Sample
 
 
 class ShowingEnv(BaseInteractionEnv):
-    """Shows a picture after each turn but the last."""
+    """Shows an image after each turn except the last."""
 
     def __init__(self, turns: int) -> None:
         self.left = turns

@@ -13,7 +13,7 @@ DEADLINE_S = 600.0
 
 
 async def reward(args: Any, sample: Any, **_: Any) -> float:
-    """1.0 when the checkpoint of rollout 2 is there; 0.0 when it does not come in time."""
+    """1.0 when the checkpoint of rollout 2 exists; 0.0 if it does not appear in time."""
     tracker = Path(args.save, "latest_checkpointed_iteration.txt")
     return float(await _comes(lambda: tracker.exists() and tracker.read_text() == "2"))
 

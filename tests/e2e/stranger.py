@@ -1,4 +1,4 @@
-"""What a stranger on the network gets of a running job, at every endpoint: nothing beyond health."""
+"""Checks that a stranger on the network gets nothing beyond health from any endpoint of a running job."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ROUTER_PATHS = (
     "/v1/rerank /v1/embeddings /get_loads /flush_cache /engine_metrics /metrics /v1/tokenizers /parse/function_call"
 ).split()
 TELLS_NO_MORE = {"/v1/models": "data", "/get_server_info": "workers_count", "/server_info": "workers_count"}
-"""Paths of the router that its maker left open: the model's name, the number of engines."""
+"""Paths that the router leaves open: the model's name, the number of engines."""
 
 
 class Marker:
-    """What unpickling it does: make a file."""
+    """Unpickling this creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,7 +59,7 @@ def ask(url: str, path: str, marker: Path, **headers: str) -> dict[str, requests
 
 
 def answer_of(method: str, url: str, **request: Any) -> requests.Response:
-    """Return the answer.  A server that refuses a body unread may close before its answer is seen: ask again."""
+    """Return the answer.  A server that refuses an unread body may close before its answer is seen: ask again."""
     for attempt in range(4):
         try:
             with requests.Session() as session:
@@ -73,7 +73,7 @@ def answer_of(method: str, url: str, **request: Any) -> requests.Response:
 
 
 def holds(path: Path, text: str) -> bool:
-    """Look for a text in a file of a job that goes on, which may put a whole file in the place of this one."""
+    """Search a file of a running job for a text; the job may replace the whole file meanwhile."""
     try:
         return text.encode() in path.read_bytes()
     except FileNotFoundError:
@@ -84,11 +84,11 @@ def check_a_stranger_gets_nothing(job: Job, folder: Path, address: str, page_por
     """Try every endpoint of a job that listens at ``address``, without its secret and with it.
 
     Args:
-        job: with a router, an engine, and a page at ``page_port``.
-        folder: that of all files of the job.
-        address: not loopback.
-        page_port: of ``--prometheus-port``.
-        secret_file: of ``--job-secret-file``.
+        job: a job with a router, an engine, and a page at ``page_port``.
+        folder: folder of all files of the job.
+        address: an address other than loopback.
+        page_port: value of ``--prometheus-port``.
+        secret_file: value of ``--job-secret-file``.
     """
     assert stat.S_IMODE(secret_file.stat().st_mode) == 0o600
     secret = secret_file.read_text().strip()
@@ -101,13 +101,13 @@ def check_a_stranger_gets_nothing(job: Job, folder: Path, address: str, page_por
     marker, leaks, served = folder / "marker", {}, engine_paths()
     ours = {int(url.rpartition(":")[2]) for url in (engine, router, page)}
     beyond = {port for host, port, _ in job.listening() if not is_loopback(host.removeprefix("::ffff:"))}
-    for port in sorted(beyond - ours):  # of Ray, gloo, NCCL and SGLang's own
+    for port in sorted(beyond - ours):  # of Ray, gloo, NCCL and SGLang
         try:
             answer = requests.get(f"http://{address}:{port}/", timeout=5)
         except requests.RequestException:
             continue
         assert not (answer.ok and answer.text), (port, answer.text[:200])
-    # The router is one binary, which tells nobody its paths: those of its kind, and all that an engine has.
+    # The router is one binary with unknown paths: try those of its kind, and all of an engine.
     asked = {*ROUTER_PATHS, *served} - set(TELLS_NO_MORE)
     for url, paths in ((engine, served), (router, asked), (page, ["/metrics", "/"])):
         for path in paths:
@@ -117,7 +117,7 @@ def check_a_stranger_gets_nothing(job: Job, folder: Path, address: str, page_por
                         leaks[f"{method} {url}{path}"] = answer.text[:200]
     assert leaks == {}, leaks
     assert not marker.exists()
-    assert ask(engine, "/health_generate", marker)["GET"].status_code == 401  # the router's asks no engine
+    assert ask(engine, "/health_generate", marker)["GET"].status_code == 401  # the router's version queries no engine
     for path, key in TELLS_NO_MORE.items():
         answer = ask(router, path, marker)["GET"]
         assert not answer.ok or set(answer.json()) <= {key, "object", "router_manager", "routers_count"}
@@ -126,7 +126,7 @@ def check_a_stranger_gets_nothing(job: Job, folder: Path, address: str, page_por
     for url, path in ((engine, "/v1/loads"), (engine, "/metrics"), (router, "/workers"), (page, "/metrics")):
         assert ask(url, path, marker, **known)["GET"].ok, path
     text = requests.get(page + "/metrics", headers=known, timeout=120).text
-    assert "smg_" in text and "sglang:" in text  # what the router and the engine show is in the job's page
+    assert "smg_" in text and "sglang:" in text  # the job's page includes the router's and the engine's
     files = [path for path in folder.rglob("*") if path.is_file() and path != secret_file]
     assert [path for path in files if holds(path, secret)] == []
     commands = [" ".join(psutil.Process(pid).cmdline()) for pid in job.pids()]

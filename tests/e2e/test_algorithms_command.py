@@ -1,4 +1,4 @@
-"""The command behind the end-to-end table: its rows' flags exist, and its table says who arrived."""
+"""The command of the end-to-end table: its rows' flags exist, and its table says which runs reached the target."""
 
 from __future__ import annotations
 

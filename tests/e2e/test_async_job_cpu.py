@@ -1,6 +1,6 @@
-"""A real job on two CPU cores that generates one rollout ahead and evaluates beside it.
+"""A real job on two CPU cores that generates one rollout ahead and evaluates in the background.
 
-Two trainer ranks push weights to a prefill and a decode engine, and later to an engine that evaluates.
+Two trainer ranks push weights to a prefill and a decode engine, and later to an evaluation engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ sglang:
 
 
 def error_of_answer(url: str, model: torch.nn.Module, length: int) -> float:
-    """Largest difference of a log-prob of 24 tokens behind a prompt of ``length`` from that of ``model``."""
+    """Largest log-prob difference from ``model`` of 24 tokens after a prompt of ``length``."""
     prompt = [5 + i * 7 % 100 for i in range(length)]
     sampling = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
     payload = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
@@ -48,7 +48,7 @@ def error_of_answer(url: str, model: torch.nn.Module, length: int) -> float:
 
 
 def test_weights_reach_prefill_and_decode_engines_and_a_slow_evaluation_stops_no_step(task, tmp_path):
-    """The first rollout waits until the engines have answered with the weights that the job began with."""
+    """The first rollout waits until the engines have answered with the job's initial weights."""
     (tmp_path / "engines.yaml").write_text(ENGINES)
     data = tmp_path / "eval8.jsonl"
     data.write_text("".join((task / "task/data/eval.jsonl").read_text().splitlines(keepends=True)[:8]))
@@ -72,11 +72,11 @@ def test_weights_reach_prefill_and_decode_engines_and_a_slow_evaluation_stops_no
 
     steps = records(tmp_path, "train/pg_loss")
     assert [step["train/step"] for step in steps] == [0, 1, 2, 3, 4, 5]
-    # Prefill computed the first token, decode the others; both hold the weights that were pushed.
+    # Prefill computed the first token, decode the others; both hold the pushed weights.
     assert steps[0]["train/train_rollout_logprob_abs_diff"] < 1e-4
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
 
-    # Rollout 1 was trained and its weights were pushed while the first evaluation ran.
+    # Rollout 1 was trained and its weights were pushed during the first evaluation.
     assert "The evaluation after rollout 1 is left out: that of rollout 0 still runs" in job.text()
     evaluations = records(tmp_path, "eval/held_out")
     assert (evaluations[0]["eval/held_out"], evaluations[0]["eval/step"]) == (1.0, 0)

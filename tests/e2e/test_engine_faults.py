@@ -1,4 +1,4 @@
-"""Engines and routers that die in the middle of a real rollout, with ``--use-fault-tolerance``: the job goes on."""
+"""Engines and routers that die during a real rollout, with ``--use-fault-tolerance``: the job continues."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU path"),
 ]
 
-# A dead process is noticed at once; the timeout is for one that hangs, which a busy machine must not be taken for.
+# A dead process is noticed at once; the timeout is for hanging ones, and must be long enough for a busy machine.
 TOLERANT = "--use-fault-tolerance --rollout-health-check-interval 5 --rollout-health-check-timeout 120"
 PROCESS = {"engine": "sglang_utils.server_main", "router": "sglang_utils.router_main"}
 
 
 def busy_job(task: Path, folder: Path, layout: str = "--rollout-num-gpus 1") -> Job:
-    """A job whose second rollout generates; its responses take some seconds.
+    """A job that is generating its second rollout; its responses take some seconds.
 
-    Nothing is carried over from one rollout to the next, so that all samples of a rollout come from the same weights.
+    Nothing carries over between rollouts, so that all samples of a rollout come from the same weights.
     """
     flags = grpo_flags(
         task, folder, *"--actor-num-gpus-per-node 1 --num-rollout 3".split(), *layout.split(), *TOLERANT.split(),
@@ -60,7 +60,7 @@ def test_the_only_engine_is_killed_and_the_job_trains_on_with_another(task, tmp_
     assert "step 3/3" in job.text()
     steps = records(tmp_path, "train/step")
     assert len(steps) == 6
-    # The replacement started with the weights on disk; it sampled with those that the trainer had pushed last.
+    # The replacement started with the weights on disk; it sampled with the last pushed ones.
     pushed = re.findall(r"Pushed weight version (\d) .*Every engine's weights equal the trainer's", job.text())
     assert sorted(pushed) == ["1", "2", "2", "3", "4"]
     differences = [step["train/train_rollout_logprob_abs_diff"] for step in steps]

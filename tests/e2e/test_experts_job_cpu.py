@@ -1,4 +1,5 @@
-"""A real job on two CPU cores: adapters that experts share, on loopback and on one page, until its router dies."""
+"""A real job on two CPU cores: adapters that experts share, on loopback and on one metrics page, until its router
+dies."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ RANK_NUMBERS = ("step_s", "tok_per_s", "peak_memory_gib")
 
 
 def write_small_experts(folder: Path, task: Path) -> None:
-    """Write a Qwen3 MoE of random weights with the tokenizer of the tiny task."""
+    """Write a random Qwen3 MoE with the tokenizer of the tiny task."""
     shutil.copytree(task / "task/hf", folder)
     (folder / "model.safetensors").unlink()
     torch.manual_seed(3)
@@ -40,7 +41,7 @@ def write_small_experts(folder: Path, task: Path) -> None:
 def check_page(url: str) -> None:
     """Every part of the job is on its page: driver, manager, trainer ranks, experts, engines and router.
 
-    Between two steps: an engine does not serve during a push, and a busy manager may miss a scrape.
+    Checked between two steps: an engine does not serve during a push, and a busy manager may miss a scrape.
     """
     names = (
         "perf_time_step_s", "rollout_raw_reward", "rollout_groups_kept_total", 'engines{state="serving"}',
@@ -65,7 +66,7 @@ def check_page(url: str) -> None:
 
 
 def check_loopback(job: Job, page_port: int) -> None:
-    """Nobody beyond this host reaches the job, whose parts know its secret by a file."""
+    """Nobody outside this host reaches the job, whose parts read its secret from a file."""
     sockets = job.listening()
     ours = {each for each in sockets if "slime.backends.sglang_utils" in each[2] or each[1] == page_port}
     assert len(ours) >= 4  # engine, router, its metrics, page
@@ -78,7 +79,7 @@ def check_loopback(job: Job, page_port: int) -> None:
     line = re.search(r"router default (http://127\.0\.0\.1:\d+)", job.text())
     assert line is not None
     answer = requests.post(f"{line[1]}/generate", json={"text": "1+1=", "sampling_params": {}}, timeout=60)
-    assert answer.ok, answer.text  # a plug-in with a client of its own
+    assert answer.ok, answer.text  # a plug-in with its own client
     engine = re.search(r"engine 0 .*?(http://127\.0\.0\.1:\d+)", job.text())
     assert engine is not None
     for path in ("/flush_cache", "/abort_request", "/update_weights_from_tensor", "/load_lora_adapter_from_tensors"):
@@ -86,7 +87,7 @@ def check_loopback(job: Job, page_port: int) -> None:
 
 
 def check_adapters(folder: Path) -> None:
-    """The engine had each rollout's adapter, which all experts of a layer have alike."""
+    """The engine had each rollout's adapter, which is the same for all experts of a layer."""
     differences = [row["train/train_rollout_logprob_abs_diff"] for row in records(folder / "run", "train/step")][:3]
     print(f"\ntrainer against engine, mean of each rollout: {differences}", file=sys.stderr)
     assert len(differences) == 3 and max(differences) < 1e-5
@@ -108,7 +109,7 @@ def test_a_job_of_one_node_trains_adapters_of_experts_on_two_ranks_on_loopback_a
         *f"--lora-experts shared --lora-push adapter --lora-save {tmp_path}/peft/{{rollout_id}}".split(),
         *("--prometheus-port", str(page_port)),
     )  # fmt: skip
-    # Every answer is of one version: the comparison below is of one adapter with itself.
+    # Every answer has one version, so the comparison below is of one adapter with itself.
     job = Job("train.py", [flag for flag in flags if flag != "--partial-rollout"], tmp_path / "log.txt")
     job.wait_until(lambda: "step 1/200" in job.text(), "first step", STEP_S)
     check_loopback(job, page_port)

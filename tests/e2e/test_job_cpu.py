@@ -1,7 +1,7 @@
 """The real job on two CPU cores: Ray, Megatron, SGLang and its router, started by the real entry points.
 
-A random GLM-4 and random rewards: what is tested is that every part works with the others, not that it learns.  One
-job and what follows from it: each test goes on with the one before, and they run in this order.
+A random GLM-4 and random rewards: this tests that all parts work together, not that the model learns.  There is one
+job, and each test continues from the previous one, in this order.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_the_recipe_of_glm4_9b_trains_actor_and_critic_pushes_changes_over_disk_
     log = run_job(GLM4, form, job, base, run_folder, 2, JOB_S)
     assert problems(replace(job, num_rollouts=1), read(run_folder, log, 0, 0), 1) == []
     steps = records(run_folder, "train/pg_loss")
-    assert [step["train/step"] for step in steps] == [2, 3]  # rollout 0 trains the critic alone
+    assert [step["train/step"] for step in steps] == [2, 3]  # rollout 0 trains only the critic
     assert all(0 < step["train/grad_norm"] < 100 for step in steps)
     assert steps[0]["train/train_rollout_logprob_abs_diff"] < 1e-4  # fp32 on both sides
     assert sorted(path.name for path in (run_folder / "shared").iterdir()) == [f"weight_v00000{n}" for n in (1, 2, 3)]
@@ -82,7 +82,7 @@ def test_the_recipe_of_glm4_9b_trains_actor_and_critic_pushes_changes_over_disk_
 def test_a_run_that_others_reach_goes_on_where_that_one_stopped_and_tells_them_nothing_until_ctrl_c(
     base, run_folder, tmp_path
 ):
-    """``SLIME_HOST_IP`` makes the job listen where other hosts reach it, as a job of several nodes does."""
+    """``SLIME_HOST_IP`` makes the job listen where other hosts reach it, as a multi-node job does."""
     address, page_port, secret_file = get_current_node_ip(), get_free_port(29500), tmp_path / "secret"
     assert not is_loopback(address), "this host has no address but loopback, so that nobody else reaches it"
     flags = grpo_flags(
@@ -97,7 +97,7 @@ def test_a_run_that_others_reach_goes_on_where_that_one_stopped_and_tells_them_n
     try:
         check_a_stranger_gets_nothing(job, run_folder, address, page_port, secret_file)
     except requests.ConnectionError as error:
-        ended = job.finish(GONE_S)  # the job says why a server of it is gone
+        ended = job.finish(GONE_S)  # the job says why its server is gone
         pytest.fail(f"{error}; the job ended with {ended}:\n{job.text()[-3000:]}")
     job.process.send_signal(signal.SIGINT)
     assert job.finish(GONE_S) == 130
@@ -110,11 +110,11 @@ def test_a_run_that_others_reach_goes_on_where_that_one_stopped_and_tells_them_n
     for rollout_id in range(3):
         samples = torch.load(run_folder / f"dump/{rollout_id}.pt", weights_only=False)["samples"]
         trained += sorted({sample["group_index"] for sample in samples})
-    assert len(trained) == len(set(trained)) == 12  # no group twice over the resume
+    assert len(trained) == len(set(trained)) == 12  # no group twice across the resume
 
 
 def test_a_step_of_that_run_is_taken_again_to_the_bit(run_folder):
-    """From the checkpoint before it and the recorded samples, in one process without Ray."""
+    """From the previous checkpoint and the recorded samples, in one process without Ray."""
     words = [sys.executable, "-m", "slime", "replay", str(run_folder), "--step", "3"]
     ended = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=JOB_S, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""scripts/nodes.sh with two nodes on this machine: what ``ssh`` would start elsewhere is started here."""
+"""scripts/nodes.sh with two nodes on this machine: what ``ssh`` would start elsewhere starts here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every process that a start waits for, killed while it is waited for: the start ends with a word of it, at once.
+"""Every process that a start waits for is killed during the wait: the start ends at once, with the cause.
 
-Each strike is a job of its own, whose start it cuts off.
+Each strike has its own job, whose start it interrupts.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ DP_ATTENTION = "--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --sglang-dp
 
 @dataclass(frozen=True)
 class Strike:
-    """A signal to the first process of a kind, once another is there."""
+    """A signal to the first process of a kind, once another process exists."""
 
     victim: str
     once: str
     message: str
-    """Pattern of what the driver says."""
+    """Pattern of the driver's message."""
     layout: str = "--rollout-num-gpus 1"
     signal: signal.Signals = signal.SIGKILL
 
@@ -54,7 +54,7 @@ class Strike:
 
 
 def named(job: Job, name: str) -> list[int]:
-    """Processes of a job by name.  Those of SGLang's that take a title lose the environment that tells the job's."""
+    """Processes of a job by name.  SGLang processes that set a title lose the environment that identifies the job."""
     if not name.startswith("sglang::"):
         return job.pids(name)
     found = []
@@ -67,7 +67,7 @@ def named(job: Job, name: str) -> list[int]:
     return found
 
 
-# Its parent, SGLang's own handlers or the family's watch may see a process's death first.
+# Its parent, SGLang's handlers or the family's watch may notice a process's death first.
 SERVER_DIED = r"EngineDiedError: engine 0 .* (was killed by signal 9|ended with status 1)"
 STRIKES = {
     "raylet, the manager starts": Strike(RAYLET, MANAGER, r"ProcessError: Ray's raylet .* ended with status -9"),

@@ -1,4 +1,4 @@
-"""Real jobs whose trainer dies and comes back, and one whose engine dies without a trainer, which ends it."""
+"""Real jobs whose trainer dies and recovers, and a trainerless job that ends when its engine dies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def digests(folder: Path) -> dict[str, dict[int, str]]:
-    """Return role -> rollout -> digest of its weights, as the run in ``folder`` recorded them."""
+    """Return role -> rollout -> digest of its weights, as recorded by the run in ``folder``."""
     found: dict[str, dict[int, str]] = {"actor": {}, "critic": {}}
     for one in read_records(folder / "events.jsonl"):
         if one["event"] == "weights":
@@ -36,7 +36,7 @@ def recorded(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     flags = grpo_flags(
         task, folder, *"--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --debug-rollout-only".split(),
-        # Responses long enough to be caught generating.
+        # Responses long enough to be interrupted.
         *"--rollout-max-response-len 200 --num-rollout 1000 --save-interval 1000".split(),
     )  # fmt: skip
     job = Job("train.py", flags, folder / "log.txt")
@@ -69,10 +69,10 @@ def test_engines_stay_when_the_trainer_dies_and_the_job_ends_when_it_dies_again(
 
 
 def test_ppo_trains_its_critic_first_and_deaths_of_either_take_both_back_and_change_no_bit(task, recorded, tmp_path):
-    """On recorded rollouts.  A replay in which nothing dies is the measure.
+    """Runs on recorded rollouts, and compares with a replay in which nothing dies.
 
-    The critic dies before both have trained on a rollout and before a checkpoint, so that both go back to the start;
-    the actor dies later, and both go back to the copies in memory; and once more with those copies, and both go back
+    The critic dies before both have trained a rollout and before any checkpoint, so both return to the start;
+    the actor dies later, and both return to the copies in memory; then it dies with those copies, and both return
     to the checkpoint.
     """
     roles = tmp_path / "roles.yaml"

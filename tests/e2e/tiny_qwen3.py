@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 
 def tiny_model(seed: int) -> Qwen3ForCausalLM:
-    """Weights large enough (0.2) that a wrong one shows in the log-probs."""
+    """A model with weights large enough (0.2) that a wrong one shows in the log-probs."""
     config = Qwen3Config(
         vocab_size=512,
         hidden_size=64,
@@ -35,7 +35,7 @@ def tiny_model(seed: int) -> Qwen3ForCausalLM:
 
 
 def save_tiny_model(folder: Path, seed: int) -> Qwen3ForCausalLM:
-    """Write the checkpoint to ``folder`` and give the model."""
+    """Write the checkpoint to ``folder`` and return the model."""
     model = tiny_model(seed)
     model.save_pretrained(folder)
     vocabulary = {"<bos>": 0, "<eos>": 1, "<pad>": 2}

@@ -11,7 +11,7 @@ from examples.vision_shapes.model import START_ID, write_model
 
 
 def save_tiny_model(folder: Path, seed: int) -> Any:
-    """Write the checkpoint to ``folder`` and give the model.  Greedy, it draws no token that stands for a picture."""
+    """Write the checkpoint to ``folder`` and return the model.  Greedily, it generates no image token."""
     from transformers import AutoModelForImageTextToText
 
     write_model(folder, seed)

@@ -1,13 +1,13 @@
-"""Real jobs of the vision-language families, tiny, on two CPU cores: the scripts of examples/geo3k_vlm and
-geo3k_vlm_multi_turn as they are, with flags of a small job behind them.
+"""Real jobs of tiny vision-language models of all families on two CPU cores: the scripts of examples/geo3k_vlm and
+geo3k_vlm_multi_turn unmodified, with the flags of a small job added.
 
     python -m tests.e2e.vision_jobs                                       every family, every way
     python -m tests.e2e.vision_jobs --family qwen3_5 --way one several    some of them
     python -m tests.e2e.vision_jobs --write-docs                          and benchmarks/results/vision_jobs_cpu.json
 
-The ways: one turn; several turns, where the environment answers with pictures; an encoder that computes the pictures
-for an engine that does not (``encoder`` in ``--sglang-config``).  Two rollouts each, the second after a push.  Exit
-code 0 when in every job the log-probs of trainer and engine agree.
+The ways: one turn; several turns, where the environment answers with images; an encoder that computes image features
+for a separate engine (``encoder`` in ``--sglang-config``).  Two rollouts each, the second after a push.  Exit
+code 0 if the log-probs of trainer and engine agree in every job.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from slime.observability.metrics_file import FILE_NAME, read_records
 
 REPO = Path(__file__).resolve().parents[2]
 JOB_S = 1200
-"""Deadline of a job on a machine with a load of ten."""
+"""Deadline of a job in seconds, on a machine with a load of ten."""
 LIMIT = 1e-4
-"""Of the mean difference between the log-probs of trainer and engine in a step, nats."""
+"""Bound on the mean log-prob difference between trainer and engine in a step, in nats."""
 METRIC = "train/train_rollout_logprob_abs_diff"
 PICTURES = [[(48, 48)], [(96, 33), (41, 17), (48, 48)], [], [(60, 1)], [(48, 48)] * 12, [(17, 90)]]
-"""Sizes of the pictures of each row."""
+"""Sizes of the images in each row."""
 WAYS = {
     "one": "one turn",
     "several": "three turns, pictures in the answers",
@@ -63,7 +63,7 @@ ENCODER = {
 
 
 def write_rows(path: Path) -> None:
-    """Rows as Geometry3K has them: a question, its pictures as bytes, an answer."""
+    """Rows like Geometry3K's: a question, its images as bytes, an answer."""
     rows: list[dict[str, Any]] = []
     for number, sizes in enumerate(PICTURES):
         pictures = []

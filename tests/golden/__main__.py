@@ -1,12 +1,12 @@
-"""Run the five golden jobs and hold their numbers against recorded ones, bit for bit.
+"""Run the five golden jobs and compare their numbers with recorded ones, bit for bit.
 
     python -m tests.golden                       compare with tests/golden/numbers.json
     python -m tests.golden --only grpo lora      two of the jobs
-    python -m tests.golden --without-extensions  of a copy of the repository whose slime/ext is empty
-    python -m tests.golden --write               record; the change that does so says why its numbers are others
+    python -m tests.golden --without-extensions  with a copy of the repository whose slime/ext is empty
+    python -m tests.golden --write               record; the commit that does so says why the numbers differ
 
 Bits depend on the processor and the packages.  On another machine, record with `--write --file before.json` at the
-commit before the change, and compare with `--file before.json` behind it.
+commit before the change, and compare with `--file before.json` after it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PACKAGES = ("torch", "megatron-core", "sglang", "transformers")
 
 
 def machine() -> dict[str, str]:
-    """Return what the bits depend on beside the code."""
+    """Return what the bits depend on apart from the code."""
     models = [
         line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model" in line
     ]
@@ -41,7 +41,7 @@ def machine() -> dict[str, str]:
 
 
 def differences(expected: Any, found: Any, where: str = "") -> list[str]:
-    """Return a line for every number that is another, is missing or is new."""
+    """Return a line for every number that differs, is missing or is new."""
     if isinstance(expected, dict) and isinstance(found, dict):
         keys = sorted({*expected, *found})
         return [line for key in keys for line in differences(expected.get(key), found.get(key), f"{where}/{key}")]
@@ -64,7 +64,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the jobs; return 1 when a number differs."""
+    """Run the jobs; return 1 if a number differs."""
     options = parse()
     if options.without_extensions:
         words = [word for word in sys.argv[1:] if word != "--without-extensions"]

@@ -1,7 +1,7 @@
-"""Five tiny jobs whose numbers a change of the code's structure must leave as they are, bit for bit.
+"""Five tiny jobs whose numbers must not change, bit for bit, when the code's structure changes.
 
-Requests go to the engine one at a time, every process has one thread, and the reward depends on the tokens alone: on
-one machine with one set of packages, two runs of a job then compute the same.
+Requests go to the engine one at a time, every process has one thread, and the reward depends only on the tokens: on
+one machine with one set of packages, two runs of a job compute the same.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NUMBERS = (
     *("train/loss", "train/grad_norm", "train/pg_loss", "train/kl_loss", "train/train_rollout_logprob_abs_diff"),
     *("train/critic-value_loss", "train/critic-grad_norm"),
 )
-"""Metrics of a step that are compared, where a job has them."""
+"""Metrics of a step that are compared, if a job has them."""
 COLUMNS = ("tokens", "rollout_log_probs", "log_probs", "ref_log_probs", "values", "advantages", "returns")
-"""Columns of the train dump that are compared, where a job has them."""
+"""Columns of the train dump that are compared, if a job has them."""
 COMMON = """
     --actor-num-nodes 1 --actor-num-gpus-per-node 1 --hf-checkpoint {task}/hf --ref-load {base}/torch_dist
     --load {save} --save {save} --save-interval 1000 --seed 3 --use-dynamic-batch-size --max-tokens-per-gpu 512
@@ -67,11 +67,12 @@ JOBS = {
     ),
     "lora": GoldenJob("train.py", f"{COMMON} {ROLLOUT} {GRPO} --colocate --lora-rank 4"),
 }
-"""One rollout ahead stands for asynchronous training: which weights a fully asynchronous answer meets is chance."""
+"""One rollout ahead represents asynchronous training; with fully asynchronous answers, the weights are up to
+chance."""
 
 
 async def reward(args: Namespace, sample: Sample | list[Sample], **kwargs: Any) -> float | list[float]:
-    """Return a number that the tokens alone decide, and that differs within a group."""
+    """Return a number that depends only on the tokens, and differs within a group."""
     if isinstance(sample, list):
         return [_drawn(one) for one in sample]
     return _drawn(sample)
@@ -82,10 +83,10 @@ def _drawn(sample: Sample) -> float:
 
 
 def run(name: str, base: Path, *more: str, **environment: str) -> dict[str, Any]:
-    """Run a job and return its numbers: of each step the metrics, and of each rollout a digest of every column.
+    """Run a job and return its numbers: the metrics of each step, and a digest of every column of each rollout.
 
     Raises:
-        RuntimeError: the job ended badly; the message names its log.
+        RuntimeError: the job failed; the message names its log.
     """
     save = base / name
     flags = shlex.split(JOBS[name].flags.format(task=base / "task", base=base, save=save))
@@ -105,7 +106,7 @@ def _environment() -> dict[str, str]:
 
 
 def _digests(samples: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """Return of each column the SHA-256 of all its values in the rollout, shortened."""
+    """Return the shortened SHA-256 of all values of each column in the rollout."""
     digests: dict[str, Any] = {}
     for sample in samples:
         for name in COLUMNS:

@@ -1,13 +1,13 @@
-"""Run the recipes of the project's documents in miniature, as whole jobs, one seed after the other.
+"""Run miniature versions of the recipes in the project's documents as whole jobs, one seed after the other.
 
     python -m tests.seeds                                    all, on a CPU (DEVICE=cpu of `make seeds`)
-    python -m tests.seeds --device gpu --parallel 2          on GPUs of one host, two seeds side by side
-    python -m tests.seeds --only deepseek-r1 --keep          one seed, whose folder stays
+    python -m tests.seeds --device gpu --parallel 2          on GPUs of one host, two seeds at a time
+    python -m tests.seeds --only deepseek-r1 --keep          one seed, keeping its folder
     python -m tests.seeds --device gpu --only minimax-m2     a recipe beyond the documents
 
-Each seed: a small random model of the family, the conversions, the recipe's script unmodified with the flags of a
-small machine behind its own, and the same again from its checkpoint in another parallel layout.  Prints a table; exit
-code 1 when a job failed, or does not show what its recipe is for.  Folders of failed seeds stay in --work-dir.
+Each seed creates a small random model of the family, converts it, runs the recipe's script unmodified with the flags
+of a small machine added, and runs it again from its checkpoint in another parallel layout.  Prints a table.  Exit code
+1 if a job failed or did not show what its recipe is for.  Folders of failed seeds stay in --work-dir.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COLUMNS = (
 
 @dataclass
 class Row:
-    """One job of a seed, and what became of it."""
+    """One job of a seed, and its result."""
 
     seed: str
     layout: str
@@ -71,7 +71,7 @@ class Row:
 
 
 def run_seed(seed: Seed, form: Form, base: Path, options: argparse.Namespace) -> list[Row]:
-    """Run all jobs of a seed; after a failure those that go on from it are left out."""
+    """Run all jobs of a seed; after a failure, skip jobs that continue from the failed one."""
     dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     start = time.monotonic()
     try:
@@ -108,7 +108,7 @@ def _run_job(row: Row, seed: Seed, form: Form, job: Job, base: Path, save: Path,
 
 
 def try_seed(name: str, options: argparse.Namespace) -> list[Row]:
-    """Run a seed, whatever becomes of it; its folder goes when all is well."""
+    """Run a seed, catching failures; its folder is removed if all went well."""
     seed, base = ALL[name], options.work_dir / options.device / name
     form = getattr(seed, options.device)
     try:
@@ -127,7 +127,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def about(device: str) -> str:
-    """Return what was run."""
+    """Return a description of what ran."""
     how = "trainers over gloo, SGLang's server, fp32" if device == "cpu" else "bf16"
     return (
         "Each recipe's script unmodified, with flags behind its own: a random model of its family, checkpoints made "
@@ -136,15 +136,15 @@ def about(device: str) -> str:
 
 
 def left_out(names: Sequence[str], device: str) -> dict[str, str]:
-    """Return title -> what this machine leaves out of the recipe, or an empty text."""
+    """Return title -> the parts of the recipe that this machine skips, or an empty string."""
     forms = {ALL[name].title: getattr(ALL[name], device) for name in names}
     return {title: f"on GPUs only: {form.gpu_only}" if form.gpu_only else "" for title, form in forms.items()}
 
 
 def write_docs(device: str, rows: str, names: Sequence[str], folder: Path = results_page.FOLDER) -> None:
-    """Record the table of a run, with a note for each recipe; the first run makes the file.
+    """Record the table of a run, with a note for each recipe; the first run creates the file.
 
-    Rows of recipes that were not run stay: the file has recipes beyond those that a run without --only has.
+    Rows of recipes that did not run stay, because the file also has recipes that only --only runs.
     """
     name, where = f"seeds_{device}", {"cpu": "on a CPU", "gpu": "on GPUs"}[device]
     if not (folder / f"{name}.json").exists():
@@ -173,20 +173,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if without := [name for name in options.only if getattr(ALL[name], options.device) is None]:
         parser.error(f"--only {' '.join(without)}: only --device gpu can run it")
     options.work_dir = options.work_dir.resolve()
-    # Those of a CPU are logical, and there are enough.
+    # A CPU's GPUs are logical, and there are always enough.
     options.num_gpus = torch.cuda.device_count() if options.device == "gpu" else 99
     return options
 
 
 def stop(signum: int, frame: FrameType | None) -> None:
-    """End every command, and this process with whatever its threads wait for."""
+    """End every command, and then this process with the threads that wait for them."""
     for process in list(jobs.RUNNING):
         jobs.stop(process)
     os._exit(128 + signum)
 
 
 def main() -> int:
-    """Run the seeds; return 1 when one of them failed."""
+    """Run the seeds; return 1 if one of them failed."""
     options = parse()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)

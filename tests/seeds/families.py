@@ -1,4 +1,4 @@
-"""Recipes of families that no document names, one job each, training and engine on the same devices."""
+"""Recipes of families that the documents do not mention, one job each, with trainer and engine on the same devices."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ GEMMA = Seed(
         weight_std=0.04,
         prepare=GEMMA_PREPARE,
         flags=f"{GPU_FLAGS} --tensor-model-parallel-size 2",
-        # Its scores are not divided by the width of a head: bf16 alone moves transformers' log-probs by .053.
+        # Its attention scores are not scaled: bf16 alone moves transformers' log-probs by .053.
         jobs=(Job("TP2 SP; colocated, an engine of TP2", COLOCATED, bound=0.1),),
     ),
 )
@@ -117,7 +117,7 @@ GEMMA_MOE = replace(
         sizes={**GEMMA.gpu.sizes, "moe_intermediate_size": 256},
         prepare=GEMMA_MOE_PREPARE,
         flags=f"{GPU_FLAGS} {GEMMA_MOE_FLAGS}",
-        # bf16 alone, which also changes the choice of experts, moves transformers' log-probs by .27.
+        # bf16 also changes the choice of experts; it alone moves transformers' log-probs by .27.
         jobs=(Job("TP2 EP2 SP; colocated, an engine of TP2", COLOCATED, bound=0.2),),
     ),
 )
@@ -132,7 +132,7 @@ def dense(
     script: str,
     sizes: dict[str, Any] | None = None,
 ) -> Seed:
-    """Return the seed of a family whose layers have an ordinary attention; ``sizes`` are those on a GPU."""
+    """Return the seed of a family with ordinary attention; ``sizes`` are those on a GPU."""
     prepare = (torch_dist(models, folder, f"{folder}_torch_dist"),)
     tp2 = "--tensor-model-parallel-size 2 --expert-model-parallel-size 1"
     return Seed(
@@ -181,7 +181,7 @@ KIMI_POSITIONS = {
         "original_max_position_embeddings": 64,
     },
 }
-"""Stretched as those of Kimi-K2.5, further than the engine serves."""
+"""YaRN like Kimi-K2.5's, with a range beyond what the engine serves."""
 ONE_STAGE = "--pipeline-model-parallel-size 1 --decoder-last-pipeline-num-layers none --context-parallel-size 1"
 KIMI = Seed(
     title="Kimi-K2.5",
@@ -302,7 +302,7 @@ DEEPSEEK_V4 = Seed(
     folder=V4_FOLDER,
     cpu=None,
     gpu=Form(
-        # Heads, their width, the window and the entries are those that FlashMLA has.
+        # Heads, their width, the window and the entries are those that FlashMLA supports.
         sizes={
             **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 64, "head_dim": 512},
             **{"partial_rotary_factor": 0.125, "q_lora_rank": 256, "o_groups": 8, "o_lora_rank": 128},

@@ -1,4 +1,4 @@
-"""Recipes of the documents in layouts that two GPUs cannot hold; a machine of four runs them."""
+"""Recipes of the documents in layouts that need four GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENGINE_OF_FOUR = f"{FOUR_RANKS} --rollout-num-gpus-per-engine 4 --sglang-dp-size
 
 
 WIDE_EXPERTS = {"moe_intermediate_size": 512}
-"""FP8 has blocks of 128, and the engine cuts shared experts into four.  FP8 alone moves transformers' log-probs of
+"""FP8 has blocks of 128, and the engine splits shared experts in four.  FP8 alone moves transformers' log-probs of
 these models by .18 (GLM-4.5) and .19 (DeepSeek-R1)."""
 
 
@@ -47,7 +47,7 @@ GLM4_FOUR = on_four(
         "TP2 SP; an engine of TP2 on two others",
         "--tensor-model-parallel-size 2 --context-parallel-size 1 --rollout-num-gpus-per-engine 2",
         shows=("eval", "filter", "partial"),
-        bound=0.1,  # answers that are finished with newer weights
+        bound=0.1,  # answers finished with newer weights
     ),
     Job(
         "CP2; two engines on two others",

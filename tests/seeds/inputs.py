@@ -1,5 +1,5 @@
-"""Everything that a recipe reads: a small random model of its family with a tokenizer, checkpoints made by the tools,
-and arithmetic questions, under the names that the recipe has for them."""
+"""Everything that a recipe reads: a small random model of its family with a tokenizer, converted checkpoints, and
+arithmetic questions, under the names that the recipe expects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PUBLISHED = {
     "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "glm_moe_dsa": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }
-"""Keys of published config.json by which SGLang builds the model, and which transformers does not write."""
+"""Keys of published config.json that SGLang needs and transformers does not write."""
 MIMO_CONFIG = '''"""The config class of MiMo, as a published folder brings it."""
 
 from transformers import Qwen2Config
@@ -47,14 +47,14 @@ def write_questions(base: Path) -> None:
 
 
 def write_model(folder: Path, family: str, sizes: dict[str, Any], *, weight_std: float, dtype: torch.dtype) -> None:
-    """Write a random model with a tokenizer of one token a character.
+    """Write a random model with a tokenizer of one token per character.
 
     Args:
-        folder: an empty one, made here.
+        folder: created here, empty.
         family: a case of tests/matrix/families.
-        sizes: keys of config.json over those of the case.
-        weight_std: of the matrices; wide models need less.
-        dtype: of the checkpoint.
+        sizes: keys of config.json that override the case's.
+        weight_std: standard deviation of the matrices; wide models need less.
+        dtype: dtype of the checkpoint.
     """
     given = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 2048, **sizes}
     case = load_cases([family])[family]
@@ -86,13 +86,13 @@ def write_model(folder: Path, family: str, sizes: dict[str, Any], *, weight_std:
 
 
 def write_pictures(base: Path, folder: str, family: str) -> None:
-    """Write a random vision-language model in fp32 with its processor, and questions about pictures."""
+    """Write a random vision-language model in fp32 with its processor, and questions about images."""
     vision.write_model(base / folder, seed=3, family=family)
     write_rows(base / "geo3k" / "train.parquet")
 
 
 def _with_mtp(case: FamilyCase) -> FamilyCase:
-    """Return the case with the writer of checkpoints that have MTP layers, where it has none of its own."""
+    """Return the case with a writer of checkpoints with MTP layers, if it has none."""
     from tests.matrix.references.mtp import write_with_mtp
 
     return case if case.write else replace(case, write=write_with_mtp)

@@ -1,4 +1,4 @@
-"""Prepare a seed's folder and run its recipe's script, each command with a deadline and a log."""
+"""Prepares a seed's folder and runs its recipe's script, each command with a deadline and a log."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.seeds.recipes import ALL, Form, Job, Seed
 
 REPO = Path(__file__).resolve().parents[2]
 PREPARE_S = 300
-"""Deadline of one conversion."""
+"""Deadline of one conversion, in seconds."""
 STOP_S = 60
-"""For a command that is told to stop; then it is killed."""
+"""Seconds for a command to stop; then it is killed."""
 START_APART_S = 5.0
-"""Between two starts: clusters of Ray that look for free ports at the same moment find the same ones."""
+"""Seconds between two starts: Ray clusters that look for free ports at the same moment find the same ones."""
 IN_A_RAY = 'source scripts/lib.sh; start_ray "$1"; shift; bash "$@"'
-"""A cluster with as many GPUs as the job takes: the scripts of several nodes would take fixed ports."""
+"""A cluster with as many GPUs as the job uses, because multi-node scripts would use fixed ports."""
 ENGINES = """\
 sglang:
   - name: default
@@ -54,11 +54,11 @@ _STARTING = Lock()
 
 
 class CommandFailed(Exception):
-    """A command ended badly, or did not end in time; the message names its log."""
+    """A command failed or timed out; the message names its log."""
 
 
 def prepare(seed: Seed, form: Form, base: Path, dtype: torch.dtype, num_gpus: int) -> None:
-    """Write the model and the questions, and convert; what an earlier call left is made again."""
+    """Write the model and the questions, and convert; replaces the results of an earlier call."""
     inputs.clear(base)
     base.mkdir(parents=True)
     if seed.has_pictures:
@@ -79,8 +79,8 @@ def run_job(seed: Seed, form: Form, job: Job, base: Path, save: Path, num_rollou
     """Run the script with the job's flags; return its log.
 
     Args:
-        save: the job's folder of checkpoints.
-        num_rollout: the value of the flag, rollouts of earlier jobs included.
+        save: the job's checkpoint folder.
+        num_rollout: the value of the flag, which includes rollouts of earlier jobs.
     """
     log = base / f"{save.name}-{num_rollout}.log"
     text = " ".join((ALL, form.flags, job.flags)).format(base=base, save=save, model=_model_flags(seed, base))
@@ -105,10 +105,10 @@ def run(words: Sequence[str], log: Path, *, limit_s: float, variables: Mapping[s
     """Run a command in the repository, with this interpreter first on PATH.
 
     Raises:
-        CommandFailed: its exit code is not 0, or time was up.
+        CommandFailed: its exit code is not 0, or it timed out.
     """
     environment = {
-        # A trainer in this process may have left the variables by which Megatron-core chooses the attention.
+        # A trainer in this process may have left the variables that select Megatron-core's attention.
         **{name: value for name, value in env.copy().items() if not name.startswith("NVTE_")},
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), env.get_str("PATH") or ""]),
         "OMP_NUM_THREADS": "1",
@@ -133,7 +133,7 @@ def run(words: Sequence[str], log: Path, *, limit_s: float, variables: Mapping[s
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a command and its children: the scripts stop their Ray when they are told to."""
+    """End a command and its children: on a signal the scripts stop their Ray."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return

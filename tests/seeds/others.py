@@ -1,4 +1,4 @@
-"""Recipes beyond the documents: precisions and pushes that no document names, and families.py.
+"""Recipes beyond the documents: precisions and kinds of pushes that no document mentions, and families.py.
 
 ``python -m tests.seeds --only NAME``; without ``--only`` the recipes of the documents run.
 """

@@ -1,4 +1,4 @@
-"""What a job's record and log say of it, and what they must say."""
+"""Reads the results of a job from its record and log, and checks them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ RESUMED = "latest_checkpointed_iteration.txt"
 
 @dataclass
 class Outcome:
-    """Figures of one job."""
+    """Results of one job."""
 
     steps: list[float] = field(default_factory=list)
-    """Mean difference of log-probs of each optimizer step."""
+    """Mean log-prob difference of each optimizer step."""
     num_pushes: int = 0
-    """Each compared by ``--check-weight-update-equal`` if it is not a plain one; a difference ends the job."""
+    """Pushes.  Each is compared by ``--check-weight-update-equal`` unless it is a plain push; a difference ends the
+    job."""
     eval: list[float] = field(default_factory=list)
     acceptance: list[float] = field(default_factory=list)
-    """Share of drafted tokens, of each rollout."""
+    """Share of accepted draft tokens, for each rollout."""
     dropped: int = 0
     """Groups that the filter dropped."""
     partial: int = 0
-    """Samples that an earlier rollout began."""
+    """Samples begun in an earlier rollout."""
     mtp: list[float] = field(default_factory=list)
     """Loss of the MTP layer in each step."""
     rollouts: list[int] = field(default_factory=list)
@@ -46,7 +47,7 @@ SIGNS: dict[str, tuple[str, Callable[[Outcome], bool]]] = {
     "partial": ("no answer was carried into the next rollout", lambda outcome: outcome.partial > 0),
     "mtp": ("no loss of the MTP layer is in the record", lambda outcome: bool(outcome.mtp)),
 }
-"""What a job may have to show -> what is said where it does not, and the test."""
+"""What a job may have to show -> the message if it does not, and the test."""
 
 
 def count_records(save: Path) -> int:
@@ -55,7 +56,7 @@ def count_records(save: Path) -> int:
 
 
 def read(save: Path, log: Path, first_record: int, first_rollout: int) -> Outcome:
-    """Return the figures of the job that wrote the records from ``first_record`` on."""
+    """Return the results of the job that wrote the records from ``first_record`` on."""
     outcome = Outcome()
     for record in list(read_records(save / FILE_NAME))[first_record:]:
         _add(outcome, record)
@@ -83,7 +84,7 @@ def _add(outcome: Outcome, record: dict[str, Any]) -> None:
 
 
 def problems(job: Job, outcome: Outcome, first_rollout: int) -> list[str]:
-    """Return what is wrong with the outcome of a job, in words."""
+    """Return the problems of a job's outcome, in words."""
     last = first_rollout + job.num_rollouts - 1
     found = [text for name, (text, holds) in SIGNS.items() if name in job.shows and not holds(outcome)]
     if len(outcome.steps) < job.num_rollouts:

@@ -1,8 +1,8 @@
-"""The recipes of the five documents that the project was made from, and MiMo's: models, conversions, jobs.
+"""The recipes of the five documents that the project started from, and MiMo's: models, conversions, jobs.
 
-Each job is the recipe's own script with flags behind its own: paths, sizes and parallel degrees of a small machine.
-``{base}`` is BASE_DIR of the script, ``{model}`` stands for the model flags of the small config.json, ``{save}`` for
-the job's folder of checkpoints.
+Each job is the recipe's own script with more flags: paths, sizes and parallel degrees of a small machine.
+``{base}`` is the script's BASE_DIR, ``{model}`` stands for the model flags of the small config.json, ``{save}`` for
+the job's checkpoint folder.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 ONE_BY_ONE = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1"
 NO_DP = "--sglang-dp-size 1 --sglang-ep-size 1 --sglang-moe-dense-tp-size none --sglang-moe-a2a-backend none"
-"""With one rank of data parallelism SGLang takes its attention for an ordinary one."""
+"""With one data-parallel rank, SGLang runs its attention like an ordinary one."""
 ONE_GPU = f"""
     {ONE_BY_ONE} {NO_DP} --expert-model-parallel-size 1 --decoder-first-pipeline-num-layers none
     --decoder-last-pipeline-num-layers none --colocate
     --actor-num-gpus-per-node 1 --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1
 """
-"""Behind the flags of a job of two GPUs: the same on one."""
+"""Flags appended to a job for two GPUs to run it on one."""
 CPU_SIZES = """
     --rollout-batch-size 8 --n-samples-per-prompt 2 --rollout-max-response-len 24 --max-tokens-per-gpu 1024
     --eval-max-response-len 16 --n-samples-per-eval-prompt 2 --sglang-mem-fraction-static 0.1
@@ -37,12 +37,12 @@ DENSE = {
     **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2},
     **{"head_dim": 64, "intermediate_size": 1024},
 }
-"""Sizes on a GPU of a model with an ordinary attention."""
+"""Sizes on a GPU of a model with ordinary attention."""
 ALL = """
     --rm-type random --lr 1e-5 --save-interval 1 --eval-interval 1
     --load {save} --save {save} --save-debug-rollout-data {save}/dump/{{rollout_id}}.pt {model}
 """
-"""Flags of every job.  A random model answers no question: rewards are drawn."""
+"""Flags of every job.  A random model answers no question, so rewards are random."""
 TRITON_FP8 = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 """DeepGEMM would compile for many minutes."""
 
@@ -52,17 +52,17 @@ class Job:
     """One run of the recipe's script."""
 
     layout: str
-    """How trainer and engines lie, for the table."""
+    """Placement of trainer and engines, for the table."""
     flags: str
     shows: tuple[str, ...] = ("eval",)
     """What its record must show; keys of outcome.SIGNS."""
     goes_on: bool = False
-    """It loads what the job before it saved; else it begins with the reference."""
+    """True if it loads the previous job's save; otherwise it begins with the reference."""
     num_rollouts: int = 2
     num_gpus: int = 2
-    """Of the machine; on a machine with one GPU the job runs on that."""
+    """Number of GPUs; on a machine with one GPU the job uses that one."""
     bound: float = 1e-4
-    """Of the mean difference of log-probs between trainer and engine in each step, nats."""
+    """Bound on the mean log-prob difference between trainer and engine in each step, in nats."""
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,18 @@ class Form:
     """A seed on one kind of machine."""
 
     sizes: Mapping[str, Any]
-    """Keys of config.json over those of the family's case in tests/matrix/families."""
+    """Keys of config.json that override those of the family's case in tests/matrix/families."""
     jobs: tuple[Job, ...]
     flags: str
-    """Of all of them."""
+    """Bound of all jobs."""
     prepare: tuple[str, ...]
-    """Commands that make what the script reads of ``{base}/{folder}``, a bf16 (CPU: fp32) folder."""
+    """Commands that convert ``{base}/{folder}``, a bf16 (CPU: fp32) folder, for the script."""
     weight_std: float = 0.12
     environment: Mapping[str, str] = field(default_factory=dict)
     compares: bool = True
-    """Whether every push is compared; a plain one cannot be."""
+    """Whether every push is compared; a plain push cannot be."""
     gpu_only: str = ""
-    """What of the recipe this machine cannot do."""
+    """Parts of the recipe that this machine cannot run."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,14 @@ class Seed:
     folder: str
     """Name under which the small model is written."""
     cpu: Form | None
-    """None: SGLang cannot do it without a GPU."""
+    """None if SGLang needs a GPU for it."""
     gpu: Form
     has_pictures: bool = False
-    """The model is one of examples/vision_shapes, sizes and all, and questions have pictures."""
+    """The model is one of examples/vision_shapes, with its sizes, and questions have images."""
 
 
 def torch_dist(models: str, source: str, target: str, *, processes: int = 1, flags: str = "") -> str:
-    """Return the seed's command of the conversion; flags of the small model override those of the real one."""
+    """Return the seed's conversion command; flags of the small model override those of the real one."""
     return (
         f"source scripts/models/{models}.sh; python3 -m torch.distributed.run --nproc-per-node {processes} "
         '--master-port {port} tools/convert_hf_to_torch_dist.py "${{MODEL_ARGS[@]}}" {model} '
@@ -134,7 +134,7 @@ GLM4 = Seed(
                 "TP2 SP; an engine apart",
                 "--rollout-num-gpus 1 --context-parallel-size 1",
                 shows=("eval", "filter", "partial"),
-                bound=1e-2,  # answers that are finished with newer weights
+                bound=1e-2,  # answers finished with newer weights
                 num_gpus=3,
             ),
             Job(
@@ -267,7 +267,7 @@ R1_POSITIONS = {
         **{"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64},
     }
 }
-"""Stretched as those of DeepSeek-R1, further than the engine serves."""
+"""YaRN like DeepSeek-R1's, with a range beyond what the engine serves."""
 R1_SIZES = {
     **R1_POSITIONS,
     **{"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4},
@@ -454,8 +454,8 @@ GLM52 = Seed(
     family="glm5_2",
     folder="GLM-5.2",
     cpu=Form(
-        # SGLang has no sparse attention without CUDA, and serves the same layers with a dense one: with more keys to
-        # choose than a row has, that is the trainer's.
+        # Without CUDA, SGLang has no sparse attention and serves the same layers with dense attention.  With top-k
+        # above # the sequence length, the trainer's attention is the same.
         sizes={**GLM52_SPARSE, "num_hidden_layers": 4, "index_topk": 2048},
         prepare=GLM52_PREPARE,
         flags=f"""
@@ -484,7 +484,7 @@ GLM52 = Seed(
         prepare=(fp8("GLM-5.2", "GLM-5.2-FP8"), *GLM52_PREPARE),
         environment={
             **{**TRITON_FP8, "MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"},
-            # Short prompts would be read by dense attention.
+            # The engine would use dense attention for short prompts.
             "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",
         },
         flags=f"""

@@ -1,4 +1,4 @@
-"""Every form of every seed names flags that exist, and a job that does not show what it is for is found out."""
+"""Every form of every seed uses existing flags, and a job that does not show what it is for is reported."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ Tools: {{ tools | tojson }}<|im_end|>
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, a few merges (so that one text has several encodings), and the marks of ChatML."""
+    """Bytes, a few merges (so that one text has several encodings), and ChatML's special tokens."""
     vocabulary = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = [("t", "o"), ("to", "o"), ("too", "l"), ("l", "l"), ("a", "n"), ("e", "r")]
     for left, right in merges:
@@ -58,20 +58,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def drawn(tokenizer: Any, text: str) -> list[int]:
-    """Ids of ``text`` one byte at a time: what a policy may draw and no encoder gives."""
+    """Ids of ``text`` byte by byte: tokens that a policy may generate but no encoder returns."""
     return [token for character in text for token in tokenizer.encode(character, add_special_tokens=False)]
 
 
 @dataclass
 class SpeakingScript(Script):
-    """Says ``say(prompt text)``, ended by the stop token; a prompt that ends within the reply is its continuation."""
+    """Says ``say(prompt text)``, then the stop token; if the prompt ends within the reply, continues the reply."""
 
     tokenizer: Any = None
     say: Callable[[str], str] = lambda prompt: "hello"
     replies: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def reply_to(self, request: Request) -> list[int]:
-        """What is still to be drawn."""
+        """The rest of the reply."""
         ids = tuple(request.prompt)
         for prompt, reply in self.replies.items():
             done = len(ids) - len(prompt)
@@ -90,7 +90,7 @@ class SpeakingScript(Script):
 
 
 class TalkingEngine(ScriptedEngine):
-    """A scripted engine whose answers carry the words of their tokens."""
+    """A scripted engine whose answers include the text of their tokens."""
 
     def __init__(self, tokenizer: Any, say: Callable[[str], str], **kwargs: Any) -> None:
         super().__init__(SpeakingScript(tokenizer=tokenizer, say=say, **kwargs))

@@ -1,4 +1,4 @@
-"""The command ``slime``: each verb is a door to a program that is there."""
+"""The command ``slime``: each verb starts an existing program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether Triton is installed: torch for CUDA brings it, torch for CPU does not (where SGLang gets a stand-in)."""
+"""Whether Triton is installed: CUDA builds of torch include it, CPU builds do not (SGLang then gets a stub)."""
 
 from __future__ import annotations
 

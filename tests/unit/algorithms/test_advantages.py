@@ -1,4 +1,4 @@
-"""Estimators, the scan beneath them, and whitening."""
+"""Estimators, the scan they use, and whitening."""
 
 import math
 

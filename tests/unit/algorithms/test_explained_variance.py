@@ -1,4 +1,4 @@
-"""How much of the returns a critic foresaw."""
+"""The share of the returns' variance that a critic explains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def test_one_for_a_perfect_critic_zero_for_a_constant_one_less_for_a_wrong_one()
     returns = [[0.0, 1.0], [2.0, 3.0]]
     assert measure(returns, returns) == 1
     assert measure([[1.5, 1.5], [1.5, 1.5]], returns) == pytest.approx(0)
-    assert measure([[0.0, 0.5], [1.0, 1.5]], returns) == pytest.approx(0.75)  # half the deviation is left
+    assert measure([[0.0, 0.5], [1.0, 1.5]], returns) == pytest.approx(
+        0.75
+    )  # residuals have half the deviation, a quarter of the variance
     assert measure([[3.0, 2.0], [1.0, 0.0]], returns) == pytest.approx(-3)
 
 

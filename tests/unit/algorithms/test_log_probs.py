@@ -111,7 +111,7 @@ def test_target_is_kept_even_when_the_mask_drops_everything():
 
 
 class LargeFloat32(TorchDispatchMode):
-    """Follows the float32 storages of at least ``floor`` elements, and the most elements that lived at once."""
+    """Tracks float32 storages of at least ``floor`` elements, and the most elements alive at once."""
 
     def __init__(self, floor, known):
         super().__init__()
@@ -203,7 +203,7 @@ def test_another_reader_of_overwritten_logits_in_the_backward_pass_is_told():
 @pytest.mark.parametrize("chunk_size", [-1, 2])
 def test_pairs_of_kept_tokens_are_the_mask_that_they_describe(chunk_size):
     logits, targets, keep = random_rows(9, 13)
-    keep[4] = False  # recorded, but all of it in other shards
+    keep[4] = False  # recorded, but entirely in other shards
     is_recorded = torch.tensor([True, True, False, True, True, True, False, True, True])
     pairs = keep.logical_and(is_recorded[:, None]).nonzero(as_tuple=True)
     mask = keep | ~is_recorded[:, None]

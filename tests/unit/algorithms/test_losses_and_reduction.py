@@ -111,7 +111,7 @@ def test_reducer_of_nothing_is_zero_and_wrong_lengths_are_refused():
 
 
 def test_scaling_undoes_the_averages_of_megatron():
-    """Two micro-batches on each of two data-parallel ranks, four rollouts a step: the result is their mean."""
+    """Two micro-batches on each of two data-parallel ranks, four rollouts per step: the result is their mean."""
     means = [[1.0, 2.0], [3.0, 6.0]]
     settings = {"per_token": False, "num_microbatches": 2, "step_global_batch_size": 4, "dp_size": 2, "cp_size": 1}
     per_rank = [sum(scale_for_megatron(torch.tensor(x), **settings).item() / 2 for x in rank) for rank in means]

@@ -76,7 +76,7 @@ def test_punished_sequences_that_drifted_are_dropped():
     mask = [torch.tensor([1, 1]), torch.tensor([1, 0]), torch.tensor([1, 1]), torch.tensor([0])]
     advantage = [torch.tensor([-1.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0]), torch.ones(1)]
     keep = off_policy_sequence_mask(new, old, mask, advantage, delta=0.5)
-    # first: one of two tokens has A < 0; second: both, of which one is trained; third moved towards; fourth untrained
+    # first: one of two tokens has A < 0; second: both, one of them trained; third: moved towards; fourth: untrained
     assert keep.tolist() == [0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0]
-    # the old path also counts: half of the first, all that is trained of the second
+    # the old path counts too: half of the first, the only trained token of the second
     assert compute_opsm_mask(Namespace(opsm_delta=0.5), new, old, advantage, mask)[1].item() == 0.5 + 1.0

@@ -1,7 +1,7 @@
-"""Every benchmark starts: its command line is read, and the flags that it hands to train.py are accepted.
+"""Every benchmark starts: its command line parses, and the flags that it passes to train.py are accepted.
 
-Checks are added to ``slime.flags.parse`` all the time, and nothing else runs the benchmarks; without these tests a new
-check ends one of them and nobody notices.
+No other test runs the benchmarks, so without these a new check in ``slime.flags.parse`` could break one
+unnoticed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PARTS = {
     "step_numbers",
     "tower_in_step",
 }
-"""Modules that programs import."""
+"""Modules that the programs import."""
 
 
 @pytest.fixture(autouse=True)
 def path_as_before(monkeypatch):
-    """Benchmarks put the repository on the path."""
+    """Restore the path, to which benchmarks add the repository."""
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 

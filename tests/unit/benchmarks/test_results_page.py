@@ -1,4 +1,4 @@
-"""Measurements are read, replaced and shown as they were given."""
+"""Measurements are read, replaced and shown unchanged."""
 
 from __future__ import annotations
 

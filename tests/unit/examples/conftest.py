@@ -1,4 +1,4 @@
-"""An engine that talks, in front of the tiny tokenizer, for the generate functions of examples/."""
+"""A scripted engine with the tiny tokenizer, for the generate functions of examples/."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Talk = Callable[..., tuple[Namespace, TalkingEngine]]
 
 @pytest.fixture
 def talk(tmp_path) -> Iterator[Talk]:
-    """``talk(policy, script={...}, **attributes)`` gives args and an engine that answers by ``policy``."""
+    """``talk(policy, script={...}, **attributes)`` returns args and an engine that answers by ``policy``."""
     build_tokenizer().save_pretrained(tmp_path / "hf")
     engines = []
     GenerateState.clear_instances()
@@ -49,7 +49,7 @@ def talk(tmp_path) -> Iterator[Talk]:
 
 @pytest.fixture
 def ask() -> Callable[..., Sample]:
-    """``ask(question, **fields)``: a sample whose prompt is the question, rendered."""
+    """``ask(question, **fields)``: a sample whose prompt is the rendered question."""
 
     def make(question: str, **fields: Any) -> Sample:
         prompt = build_tokenizer().apply_chat_template(

@@ -1,4 +1,4 @@
-"""The files for clusters, as far as a machine without one can try them."""
+"""The cluster files, as far as they can be tested without a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RLOO from outside the tree: by hand, and through everything that looks an estimator up."""
+"""RLOO from outside the tree: values by hand, and every place that looks up an estimator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations about pictures: what the engine is sent, which tokens are trained, and a tool that shows an image."""
+"""Conversations about images: what the engine receives, which tokens are trained, and a tool that returns an image."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def call(answer: str, name: str = "calc_score") -> str:
 
 @pytest.fixture
 def see(talk):
-    """``see(policy)`` gives args of a model with a processor, and what its engine is sent, which counts as SGLang."""
+    """``see(policy)`` returns args of a model with a processor, and its engine's requests, counted like SGLang's."""
 
     def start(policy, **attributes):
         args, engine = talk(policy, **attributes)
@@ -82,7 +82,7 @@ def test_a_token_of_a_picture_that_the_policy_drew_ends_the_conversation(see, dr
     sample = asyncio.run(rollout.generate(args, ask(), PARAMS))
     assert sample.status is Sample.Status.TRUNCATED and len(payloads) == 1
     assert all(sample.loss_mask) and sample.tokens.count(model.IMAGE_ID) == 6 + (drawn == "<|image_pad|>")
-    sample.status = Sample.Status.ABORTED  # as if it had been aborted there, and came back
+    sample.status = Sample.Status.ABORTED  # as if it had been aborted there and returned
     asyncio.run(generate(args, sample, PARAMS))
     assert sample.status is Sample.Status.TRUNCATED and len(payloads) == 1
 
@@ -107,7 +107,7 @@ def test_an_image_of_a_tool_goes_to_engine_and_trainer_behind_that_of_the_prompt
     masks = [0] * (len(sample.tokens) - sample.response_length) + sample.loss_mask
     assert not any(masks[index] for index in where) and sum(masks) == len("look") + len("done") + 2
 
-    # Begun again, it has the prompt's image alone.
+    # Restarted, it has only the prompt's image.
     sample.response, sample.response_length, sample.loss_mask, sample.rollout_log_probs = "", 0, None, None
     asyncio.run(converse(args, sample, PARAMS, observe, max_turns=1))
     assert len(sample.multimodal_inputs["images"]) == 1 and sample.tokens.count(model.IMAGE_ID) == 6

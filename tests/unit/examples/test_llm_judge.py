@@ -1,4 +1,4 @@
-"""The reward by a judge, against a scripted OpenAI-compatible server."""
+"""The LLM judge, against a scripted OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.scripted_engine.server import ThreadedServer
 
 
 class Judge(ThreadedServer):
-    """Gives 8 of 10 where the answer has the reference in it, and forgets the score of an empty one."""
+    """Gives 8 of 10 if the answer contains the reference, and omits the score of an empty answer."""
 
     def __init__(self) -> None:
         super().__init__()

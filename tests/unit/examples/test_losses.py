@@ -1,4 +1,4 @@
-"""Losses from outside the tree: Dr. GRPO's reducer, in which a response's length does not matter, and REINFORCE."""
+"""Losses from outside the tree: Dr. GRPO's reducer, which ignores a response's length, and REINFORCE."""
 
 from __future__ import annotations
 

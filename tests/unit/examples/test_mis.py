@@ -1,4 +1,4 @@
-"""The MIS example: settings, names of metrics, and the same result whatever the context parallelism."""
+"""The MIS example: settings, metric names, and equal results under any context parallelism."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_misspelt_setting_is_refused_and_those_of_vanilla_tis_are_not():
 
 
 def mis_run(**settings: Any) -> tuple[float, dict[str, float]]:
-    """Two samples of one and two tokens, weights e^0.5, 1 and e^-3; advantages 1."""
+    """Two samples of one and two tokens, with weights e^0.5, 1 and e^-3, and advantages 1."""
     start_single_process(parse(*MODEL_FLAGS))
     batch = make_batch(
         masks=((1,), (1, 1)),

@@ -1,4 +1,4 @@
-"""MIS by hand: weights, rejection, veto and normalisation of short sequences."""
+"""MIS by hand: weights, rejection, veto and normalization of short sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOG2, LOG4 = math.log(2.0), math.log(4.0)
 
 
 def run(log_ratios, masks=None, **settings):
-    """Weights, masks and metrics for log ratios per sample, the engine's log-probs being -1."""
+    """Weights, masks and metrics for log ratios per sample, with engine log-probs of -1."""
     rollout = [torch.full((len(row),), -1.0) for row in log_ratios]
     train = [torch.tensor(row) - 1.0 for row in log_ratios]
     masks = [torch.tensor(mask) for mask in masks or [[1] * len(row) for row in log_ratios]]

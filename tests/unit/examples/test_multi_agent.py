@@ -1,4 +1,4 @@
-"""Solvers and a judge: what each is asked, what comes back, who is compared with whom."""
+"""Solvers and a judge: their prompts, the returned samples, and which rewards are compared."""
 
 from __future__ import annotations
 

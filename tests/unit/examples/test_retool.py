@@ -1,4 +1,4 @@
-"""The sandboxed Python, and a policy that uses it."""
+"""The Python sandbox, and a policy that uses it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_is_wrong_with_a_program_is_its_output(program, error):
     ],
 )
 def test_files_processes_and_the_network_are_out_of_reach(program, error):
-    """The kernel sees to it: tests/ext/agent/test_isolation.py tries harder."""
+    """The kernel enforces it; tests/ext/agent/test_isolation.py tries harder."""
     result = run_program(program, SMALL)
     assert not result.is_ok
     assert result.output.startswith(error), result.output
@@ -95,7 +95,7 @@ def test_a_run_that_cannot_isolate_does_not_start(monkeypatch):
 
 
 def test_a_program_that_does_not_end_is_killed_and_leaves_nothing():
-    before = set(psutil.Process().children(recursive=True))  # graders keep their children
+    before = set(psutil.Process().children(recursive=True))  # graders keep their child processes
     began = time.monotonic()
     result = run_program("while True: pass", SMALL)
     assert result.output == "error: killed; 1 s and 256 MiB are allowed"

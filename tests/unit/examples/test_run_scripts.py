@@ -1,4 +1,4 @@
-"""The run scripts of examples/, with a recorder in the place of ``ray``: what they submit exists and fits together."""
+"""The run scripts of examples/, with a recorder instead of ``ray``: all that they submit exists and is consistent."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from tests.contracts.source_tree import REPO
 
 SCRIPTS = sorted(path.relative_to(REPO) for path in REPO.glob("examples/**/run-*.sh"))
 PAGE_OF_EXAMPLES = Path("docs/environments.md")
-"""Of the scripts that have no folder of their own."""
+"""Scripts without a folder."""
 EXTRAS = {"run-tiny-gym.sh": ("reasoning_gym", "gym"), "run-tiny-verifiers.sh": ("verifiers", "verifiers")}
-"""Script -> the package whose rows it reads, and the extra that installs it."""
+"""Script -> the package whose rows it reads, and the extra that installs that package."""
 
 
 @pytest.fixture(scope="module")
 def left_behind(tmp_path_factory):
-    """What the demo and the warm start leave behind, as far as the scripts look at it."""
+    """Files that the demo and the warm start leave, as far as the scripts check them."""
     folder = tmp_path_factory.mktemp("tiny")
     make_task(folder / "task", seed=7)
     make_tools(folder / "tools", seed=7)
     make_agents(folder / "agents", seed=7)
     vision_shapes.make_task(folder / "shapes/task", 2026, {"eval": 2, "grpo": 64, "sft": 2})
-    # Any model folder will do where a trained one belongs.
+    # Any model folder works in place of a trained one.
     for copy in ("sft", "tools/sft", "agents/sft", "gym/sft", "grpo-seed1", "grpo-seed1/hf/9"):
         shutil.copytree(folder / "task/hf", folder / copy, dirs_exist_ok=True)
     shutil.copytree(folder / "shapes/task/hf", folder / "shapes/sft")
@@ -52,13 +52,13 @@ def left_behind(tmp_path_factory):
 
 @pytest.fixture
 def tiny(left_behind, tmp_path):
-    """A folder with all that, for one test."""
+    """A folder with these files, for one test."""
     shutil.copytree(left_behind, tmp_path, copy_function=os.link, dirs_exist_ok=True)
     return tmp_path
 
 
 def submitted(script: Path, tiny: Path, **variables: str) -> tuple[list[str], dict[str, str]]:
-    """The job's words and environment."""
+    """The job's arguments and environment."""
     record = tiny / "record"
     environment = dict(os.environ) | {
         "SLIME_SCRIPT_EXTERNAL_RAY": "1",

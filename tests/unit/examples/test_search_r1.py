@@ -20,7 +20,7 @@ FACTS = ["pet of Kiv is Lum", "code of Lum is 74", "pet of Bab is Zof", "code of
 
 @pytest.fixture
 def example(monkeypatch):
-    """The plug-in as a job imports it: its folder on the path."""
+    """Import the plug-in as a job does, with its folder on the path."""
     monkeypatch.syspath_prepend(str(REPO / "examples/search-r1"))
     module = importlib.import_module("generate_with_search")
     module.retriever_of.cache_clear()

@@ -1,4 +1,4 @@
-"""The note about a version of the weights, and the rewards of a student."""
+"""The log entry of a weight version, and the rewards of a student."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiny task: questions and answers by hand, disjoint sets, and a reward that wants the response to end."""
+"""The tiny task: questions and answers by hand, disjoint sets, and a reward that requires a finished response."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The example with pictures: scenes by hand, disjoint sets, and files that the job's own readers take."""
+"""The image example: scenes by hand, disjoint sets, and files that the job's readers accept."""
 
 import json
 import random

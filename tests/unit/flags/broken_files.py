@@ -1,4 +1,4 @@
-"""Mistakes in files: checkpoints, data, and the YAML files that flags name."""
+"""Mistakes in files: checkpoints, data, and YAML files named by flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SFT = (
 CONVERSATION = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "1+1"}}]}
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n"
-"""What lies in the place of a large file that was cloned and not fetched."""
+"""The pointer that replaces a large file that was cloned but not fetched."""
 PREFILL_AND_DECODE = """
 sglang:
   - name: default

@@ -1,4 +1,4 @@
-"""Mistakes in sizes: GPUs, parallel layouts, batches, lengths, and models that are not those of the checkpoint."""
+"""Mistakes in sizes: GPUs, parallel layouts, batches, lengths, and models that differ from the checkpoint."""
 
 from __future__ import annotations
 

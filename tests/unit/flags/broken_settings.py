@@ -1,4 +1,4 @@
-"""Mistakes in what is asked for: losses, rewards, saves, evals, weight pushes, engines and plug-ins."""
+"""Mistakes in settings: losses, rewards, saves, evals, weight pushes, engines and plug-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes in single words: names of flags, and values that no run can have."""
+"""Mistakes in single words: names of flags, and values that no run can use."""
 
 from __future__ import annotations
 

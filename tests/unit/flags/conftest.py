@@ -1,4 +1,4 @@
-"""A model folder, a prompt file and a smallest command, for tests of flags."""
+"""A model folder, a prompt file and a minimal command, for tests of flags."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HF_CONFIG = {
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A Hugging Face folder whose files are there; its weights are empty."""
+    """A Hugging Face folder with all files; its weights are empty."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(HF_CONFIG))
@@ -49,7 +49,7 @@ def prompt_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def command(model_folder: Path, prompt_file: Path) -> list[str]:
-    """The smallest command that is complete, without the model's shape."""
+    """The minimal complete command, without the model's shape."""
     return [
         *("--hf-checkpoint", str(model_folder), "--ref-load", str(model_folder)),
         *("--prompt-data", str(prompt_file), "--label-key", "label", "--rm-type", "math"),
@@ -61,14 +61,14 @@ def command(model_folder: Path, prompt_file: Path) -> list[str]:
 
 @pytest.fixture
 def make_args(command: list[str]) -> Callable[..., Namespace]:
-    """Parse the smallest command and more words with slime's own flags alone, nothing derived or checked."""
+    """Parse the minimal command and more words with slime's own flags, without deriving or checking anything."""
 
     def make(*words: str, without: tuple[str, ...] = ()) -> Namespace:
         kept = list(command)
         for flag in without:
             position = kept.index(flag)
             del kept[position : position + 2]
-        # Megatron's flags that slime's own rules look at.
+        # Megatron flags that slime's rules read.
         megatron = Namespace(
             bf16=False, fp16=False, ckpt_step=None, no_load_optim=False, no_load_rng=False, finetune=False
         )

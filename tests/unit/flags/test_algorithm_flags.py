@@ -1,4 +1,4 @@
-"""Flags that choose an algorithm: their values are the registries', and a wrong one is told what there is."""
+"""Flags that choose an algorithm: their values come from the registries, and errors list them."""
 
 from __future__ import annotations
 

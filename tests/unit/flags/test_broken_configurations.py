@@ -1,4 +1,4 @@
-"""Every mistake of the corpus is noticed before a GPU is taken, and its message has all that the user needs."""
+"""Every mistake of the corpus is found before a GPU is reserved, and its message has all that the user needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ flags_of_model = functools.cache(model_args)
 
 
 def write_files(case: Broken, folder: Path) -> None:
-    """The prompts and the checkpoint of ``case``, below ``folder``."""
+    """Write the prompts and the checkpoint of ``case`` below ``folder``."""
     config = PUBLISHED[case.checkpoint or case.script] | case.config
     files = {
         "prompts.jsonl": PROMPTS,
@@ -38,7 +38,7 @@ def write_files(case: Broken, folder: Path) -> None:
 
 
 def parse(case: Broken, folder: Path) -> None:
-    """What the program does with the command, up to where it would connect to Ray."""
+    """Run the command up to the point where it would connect to Ray."""
     write_files(case, folder)
     model = flags_of_model(case.script) if case.script else []
     args = parse_args(argv=[*model, *case.words(str(folder))])

@@ -1,4 +1,4 @@
-"""Every flag of the merged parser takes the values that it declares, and refuses all others in one line."""
+"""Every flag of the merged parser accepts the values that it declares, and refuses all others in one line."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def flags(parser: Parser) -> Iterator[argparse.Action]:
 
 
 def parsed(parser: Parser, action: argparse.Action, text: str) -> list[Any]:
-    """The values that the flag makes of ``text``, given as often as it wants.
+    """The flag's values for ``text``, given as many times as the flag needs.
 
     Raises:
-        ConfigError: it takes no such text.
+        ConfigError: the flag does not accept it.
     """
     words = [text] * (action.nargs if isinstance(action.nargs, int) else 1)
     values = parser._get_values(action, words)
@@ -40,7 +40,7 @@ def parsed(parser: Parser, action: argparse.Action, text: str) -> list[Any]:
 
 
 def outcome(parser: Parser, action: argparse.Action, text: str) -> list[Any] | str:
-    """The flag's values, or what it says to them; anything but an ArgumentError is a traceback, and fails the test."""
+    """The flag's values, or its error message; anything except an ArgumentError is a traceback, and fails the test."""
     try:
         return parsed(parser, action, text)
     except argparse.ArgumentError as error:

@@ -1,4 +1,4 @@
-"""Values of YAML files pass the parser of the command line; what is wrong in a file is one line with its place."""
+"""YAML values go through the command line's parser; an error in a file is one line with its place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MakeArgs = Callable[..., Namespace]
 
 
 def told(call: Callable[..., Any], *given: Any) -> str:
-    """The error of ``call``, which is one line."""
+    """The error of ``call``, which must be one line."""
     with pytest.raises(ConfigError) as caught:
         call(*given)
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""FlagConfig: attributes, else the defaults of the flags, else those of the config."""
+"""FlagConfig: attributes first, then the flags' defaults, then the config's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The critic's args: what it takes from the command line, from its overrides, and from being a critic."""
+"""The critic's args: from the command line, from its overrides, and from its role."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ppo(make_args, tmp_path):
 
 
 def save(folder: Path, iteration: int) -> str:
-    """A folder in which a save was finished, as far as its files tell."""
+    """A folder with the files of a finished save."""
     (folder / f"iter_{iteration:07d}").mkdir(parents=True)
     (folder / f"iter_{iteration:07d}" / "metadata.json").touch()
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
@@ -101,7 +101,7 @@ def test_a_fresh_critic_starts_from_the_actors_weights_or_from_its_own(ppo, mode
 def test_a_critic_resumes_from_the_iteration_of_the_actors_checkpoint(ppo, tmp_path):
     run = save(tmp_path / "run", 4)
     save(tmp_path / "run/critic", 4)
-    save(tmp_path / "run/critic", 6)  # killed between the critic's publication and the actor's
+    save(tmp_path / "run/critic", 6)  # killed between the critic's save and the actor's
     critic = ppo("--load", run).critic_args
     assert (critic.load, critic.ckpt_step, critic.finetune) == (str(tmp_path / "run/critic"), 4, False)
     assert critic.start_rollout_id is None
@@ -120,7 +120,7 @@ def test_a_new_critic_for_a_resumed_actor_is_asked_for_by_ref_load(ppo, tmp_path
     run = save(tmp_path / "run", 4)
     critic = ppo("--load", run, critic=f"ref_load: {model_folder}").critic_args
     assert (critic.load, critic.finetune, critic.start_rollout_id) == (str(model_folder), True, 5)
-    save(tmp_path / "run/critic", 4)  # once it has saved, the same command resumes it
+    save(tmp_path / "run/critic", 4)  # after its first save, the same command resumes it
     critic = ppo("--load", run, critic=f"ref_load: {model_folder}").critic_args
     assert (critic.load, critic.finetune) == (str(tmp_path / "run/critic"), False)
 

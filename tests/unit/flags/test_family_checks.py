@@ -1,4 +1,4 @@
-"""Engine flags against the model family: drafts, and experts that are replayed."""
+"""Engine flags against the model family: draft models, and replayed experts."""
 
 from __future__ import annotations
 

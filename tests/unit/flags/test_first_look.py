@@ -1,4 +1,4 @@
-"""What is said of a command line before torch, Megatron and SGLang are imported."""
+"""Errors in a command line that are found before torch, Megatron and SGLang are imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags that were retired, and other spellings of today's: all are accepted, and what became of them is said."""
+"""Retired flags and old spellings: all are accepted, and a message says what they do."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_opposite_of_a_retired_switch_is_accepted_too(make_args):
 
 
 OLD_AND_NEW = [
-    # an older spelling, today's, the attribute that both set
+    # old spelling, current spelling, the attribute that both set
     ("--eval-prompt-data /root/aime-2024.jsonl", "--eval-prompt-data aime /root/aime-2024.jsonl", None),
     ("--moe-enable-deepep", "--moe-enable-deepep", "moe_enable_deepep"),
     ("--sglang-data-parallel-size 4", "--sglang-dp-size 4", "sglang_dp_size"),

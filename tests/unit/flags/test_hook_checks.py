@@ -112,7 +112,7 @@ def test_a_module_that_is_not_there_is_answered_with_the_name_of_one_that_is(tmp
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(HookError, match="Did you mean rewards_of_mine?") as caught:
         check("--custom-rm-path", "reward_of_mine.hook")
-    assert "File" not in str(caught.value)  # no frame is the user's
+    assert "File" not in str(caught.value)  # no frame belongs to the user
     with pytest.raises(HookError, match="rewards_of_mine.py") as caught:
         check("--custom-rm-path", "rewards_of_mine.hook")
     assert "Did you mean" not in str(caught.value)
@@ -224,5 +224,5 @@ def test_a_plug_in_may_refuse_a_run_that_cannot_work_with_it(plug_in):
     args = no_hooks(custom_generate_function_path=plug_in(source), runs_here=True, who="anybody")
     with pytest.raises(ValueError, match="no sandbox for anybody"):
         check_hooks_on_driver(args)
-    args.runs_here = False  # where it runs is not where it is planned
+    args.runs_here = False  # the machine that plans is not the machine that runs
     check_hooks_on_driver(args)

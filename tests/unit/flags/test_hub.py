@@ -1,4 +1,4 @@
-"""Names of the hub, from a cache laid out as huggingface_hub lays out its own; no network is asked."""
+"""Hub names, with a cache in huggingface_hub's layout; without the network."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_data_set_of_the_hub_becomes_a_file_that_is_made_once(cached):
     ]
     assert [row["answer"] for row in read_file(data_file("openai/gsm8k/main@test", "--prompt-data"))] == ["4"]
     assert [row["answer"] for row in read_file(data_file("openai/gsm8k/main@train@[1:2]", "--prompt-data"))] == ["3"]
-    shutil.rmtree(snapshot / "main")  # the file is there, and nothing is read again
+    shutil.rmtree(snapshot / "main")  # the file exists, so nothing is read again
     assert data_file("openai/gsm8k/main", "--prompt-data") == file
 
 

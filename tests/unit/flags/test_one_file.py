@@ -1,4 +1,4 @@
-"""Adding a flag touches one file: the example of CONTRIBUTING.md, tried on a copy of ``slime/flags/reward.py``."""
+"""Adding a flag changes one file: CONTRIBUTING.md's example, applied to a copy of ``slime/flags/reward.py``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 from tests.contracts.copied_tree import copy_by_links, printed_by, with_edits
 from tests.contracts.source_tree import REPO
 
-pytestmark = pytest.mark.timeout(300)  # a start of Python with torch, on a busy machine
+pytestmark = pytest.mark.timeout(300)  # starts a Python with torch, perhaps on a busy machine
 
 EDITS = {
-    # a line of the file -> what the flag puts before it
+    # a line of the file -> what to insert before it
     '    group.add_argument("--rm-url"': """\
     group.add_argument(
         "--rm-patience-s", type=wait_s, help="Seconds a grader may think. Default: a tenth."
@@ -28,7 +28,7 @@ EDITS = {
         yield f"--rm-patience-s {args.rm_patience_s:g} is above --rm-timeout-s {args.rm_timeout_s:g}; lower it."
 """,
 }
-"""Declared, handed on, derived, checked."""
+"""The flag is declared, passed on, derived and checked."""
 PROGRAM = """
 import json, sys
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""--custom-config-path: over the flags, before anything is derived."""
+"""--custom-config-path overrides the flags before anything is derived."""
 
 from __future__ import annotations
 

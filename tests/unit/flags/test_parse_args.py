@@ -1,4 +1,4 @@
-"""The whole way: one command with Megatron's and SGLang's flags to a complete Namespace."""
+"""The whole parser: one command with Megatron's and SGLang's flags gives a complete Namespace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from the flags, by hand."""
+"""Values derived from flags, by hand."""
 
 from __future__ import annotations
 

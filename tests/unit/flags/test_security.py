@@ -1,4 +1,4 @@
-"""Where the job's secret comes from."""
+"""The origin of the job's secret."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_jobs_that_start_at_once_make_one_secret(tmp_path):
         for number in range(200):
             path = tmp_path / f"secret-{number}"
             assert set(threads.map(start, [path] * 4)) == {path.read_text().strip()}
-    assert len(list(tmp_path.iterdir())) == 200  # nothing is left beside them
+    assert len(list(tmp_path.iterdir())) == 200  # no temporary files remain
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Each refusal names the flag, its value and what to do."""
+"""Each refusal names the flag, its value, and what to do."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_answers_to_a_prompt_are_eight_where_one_would_teach_nothing(make_ar
         (["--eval-function-path", FULLY_ASYNC, "--eval-prompt-data", "x", "y"], "which cannot evaluate"),
         (["--group-rm", "--eval-prompt-data", "x", "y"], "an evaluation each by itself"),
         (["--rollout-function-path", FULLY_ASYNC, "--max-staleness", "2"], None),
-        (["--ci-disable-kl-checker"], None),  # its checks warn without --ci-test, too
+        (["--ci-disable-kl-checker"], None),  # the check warns without --ci-test
     ],
 )
 def test_impossible_combinations_are_refused(complaint, make_args, words, says):

@@ -1,4 +1,4 @@
-"""What the flags of the weight update may combine."""
+"""Which flags of the weight update can be combined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight versions of a run that is given the same command again."""
+"""Weight versions when the same command runs again."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def next_version(folder: Path, start_rollout_id: int, *, given: int = 0, load: s
 
 
 def test_weights_after_the_same_rollout_keep_their_version_and_others_get_a_new_one(tmp_path: Path) -> None:
-    assert next_version(tmp_path, 3) == 4  # nothing was pushed before
+    assert next_version(tmp_path, 3) == 4  # nothing was pushed yet
     record_version(tmp_path, 9, rollout_id=5)
     assert next_version(tmp_path, 6) == 9  # the checkpoint after rollout 5
-    assert next_version(tmp_path, 5) == 10  # an earlier one: 9 was of weights that no checkpoint has
+    assert next_version(tmp_path, 5) == 10  # an earlier checkpoint: version 9 had weights that no checkpoint has
     assert next_version(tmp_path, 20) == 21
-    assert next_version(tmp_path, 6, given=12) == 13  # a trainer that is started again in the same job
+    assert next_version(tmp_path, 6, given=12) == 13  # a trainer restarted in the same job
 
 
 def test_the_versions_of_the_run_that_is_loaded_do_not_come_again(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The matrix tells what differs: its measures on tensors whose answer is known by hand."""
+"""The matrix's comparisons find differences, on tensors whose answer is known by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the suite leaves out of the matrix is there, and results name what was measured."""
+"""The matrix cells that the suite skips exist, and results name what was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one door for metrics: JSONL always."""
+"""All metrics go through one function, and always to JSONL."""
 
 import logging
 from argparse import Namespace

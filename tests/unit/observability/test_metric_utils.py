@@ -1,4 +1,4 @@
-"""Numbers by hand for the small metric functions."""
+"""Small metric functions, with values by hand."""
 
 from argparse import Namespace
 
@@ -17,7 +17,7 @@ from slime.observability.metric_utils import (
     ("n", "c", "k", "chance"),
     [
         (4, 1, 1, 0.25),
-        (4, 1, 2, 0.5),  # 3 of the 6 pairs hold the correct one
+        (4, 1, 2, 0.5),  # 3 of the 6 pairs contain the correct one
         (4, 2, 2, 1 - 1 / 6),
         (4, 0, 4, 0.0),
         (4, 3, 2, 1.0),

@@ -1,4 +1,4 @@
-"""metrics.jsonl: whole lines from many writers, torn lines skipped, the latest value wins; the line of a step."""
+"""metrics.jsonl: complete lines from many writers, torn lines skipped, the latest value wins; the step line."""
 
 import fcntl
 from concurrent.futures import ThreadPoolExecutor
@@ -77,7 +77,7 @@ def test_following_a_file_gives_whole_new_lines_only(tmp_path: Path) -> None:
     assert NewRecords(path).read() == []
 
 
-# The line of a step
+# The step line
 
 
 def test_the_line_shows_what_was_measured_and_nothing_else() -> None:

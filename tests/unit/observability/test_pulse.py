@@ -1,4 +1,4 @@
-"""What a process says of how far it is, on a clock by hand."""
+"""A process's progress reports, with a manual clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slime.utils.misc import SingletonMeta
 
 def test_a_piece_of_work_is_overdue_beyond_twice_the_longest_of_its_kind_before():
     now = [0.0]
-    pulse = type.__call__(Pulse, lambda: now[0])  # one of its own, beside that of the process
+    pulse = type.__call__(Pulse, lambda: now[0])  # a second Pulse, beside the process's singleton
     for seconds, phase in (
         (5, "micro-batch"),
         (3, "optimizer step"),

@@ -1,4 +1,4 @@
-"""What is logged about a rollout of four samples, by hand."""
+"""Logged metrics of a rollout of four samples, by hand."""
 
 from argparse import Namespace
 
@@ -115,7 +115,7 @@ def test_what_engines_said_of_their_requests_is_summed_up() -> None:
 
 
 def test_decoding_counts_where_the_engine_timed_it_from_its_first_tokens() -> None:
-    short = traced(completion_tokens=24, decode_throughput=4e7)  # all tokens came at once
+    short = traced(completion_tokens=24, decode_throughput=4e7)  # all tokens arrived at once
     samples = [
         traced(completion_tokens=2000, decode_throughput=10.0),
         traced("sglang_generate_stream", completion_tokens=24, decode_throughput=20.0),
@@ -177,7 +177,7 @@ def test_pass_rates_of_evaluations_use_each_data_sets_number_of_answers() -> Non
     for twin, group, rollout in zip(twins, (0, 0, 1, 1), (0, 0, 2, 3), strict=True):
         twin.group_index, twin.rollout_id = group, rollout
     record = compute_eval_record(args, 0, {"a": {"rewards": [1, 1, 1, 0], "samples": twins}})
-    assert record["eval/a-pass@1"] == 0.75  # the one rollout of prompt 0, and half of those of prompt 1
+    assert record["eval/a-pass@1"] == 0.75  # the only rollout of prompt 0, and half of prompt 1's
 
 
 # Turns and correct samples

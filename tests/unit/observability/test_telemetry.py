@@ -1,4 +1,4 @@
-"""The stream of a process opens all of its sinks, or none."""
+"""A process's telemetry stream opens all of its sinks, or none."""
 
 from __future__ import annotations
 

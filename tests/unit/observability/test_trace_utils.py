@@ -1,4 +1,4 @@
-"""Traces nest, survive serialisation, and never break the work."""
+"""Traces nest, survive serialization, and never break the work."""
 
 import asyncio
 
@@ -88,7 +88,7 @@ def test_phases_of_a_disaggregated_call_are_its_child_spans() -> None:
     assert starts["prefill: bootstrap_queue"]["ts"] == starts["decode: transfer"]["ts"]
     assert starts["prefill: forward"]["ts"] == ends[starts["prefill: bootstrap_queue"]["span_id"]]
     assert abs(ends[starts["decode: forward"]["span_id"]] - parent["ts"]) < 1.0
-    assert {name: parent["attrs"][name] for name in meta} == meta  # the metrics read them there
+    assert {name: parent["attrs"][name] for name in meta} == meta  # where the metrics read them
 
 
 def test_attributes_of_an_engine_call_come_from_its_meta_info() -> None:

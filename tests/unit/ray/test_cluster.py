@@ -1,4 +1,4 @@
-"""The Ray cluster of a job: which one is joined, what a private one leaves, and which deaths end a wait."""
+"""The job's Ray cluster: which one it joins, what a private one leaves, and which deaths end a wait."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def test_a_cluster_that_is_named_and_does_not_answer_is_not_replaced_by_a_privat
     monkeypatch.setattr(cluster, "plan_gpus", lambda args: Namespace(num_gpus=2))
     monkeypatch.setattr(cluster.torch.cuda, "is_available", lambda: False)
     cluster.connect(args)
-    monkeypatch.setattr(cluster, "own_cluster", lambda: "127.0.0.1:1")  # it has died since
+    monkeypatch.setattr(cluster, "own_cluster", lambda: "127.0.0.1:1")  # it has died meanwhile
     cluster.connect(args)
     monkeypatch.setattr(cluster.os, "cpu_count", lambda: 1)
-    args.value_origins = {}  # nobody asked for two ranks
+    args.value_origins = {}  # the user did not ask for two ranks
     with pytest.raises(ConfigError, match="--actor-num-gpus-per-node is not given.*has no GPU and 1 cores"):
         cluster.connect(args)
     args.value_origins["actor_num_gpus_per_node"] = "flag"
@@ -66,9 +66,9 @@ def test_a_private_cluster_and_its_token_are_in_a_folder_of_this_user_alone_whic
 ):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.setenv(name, "")  # to be put back at the end
+        monkeypatch.setenv(name, "")  # restored by monkeypatch at the end
         monkeypatch.delenv(name)
-    monkeypatch.setattr(cluster, "Config", Namespace(initialize=lambda text: None))  # Ray's own, of this process
+    monkeypatch.setattr(cluster, "Config", Namespace(initialize=lambda text: None))  # Ray's config of this process
     options: list[dict[str, object]] = []
     monkeypatch.setattr(cluster.ray, "init", lambda **given: options.append(given))
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
@@ -106,7 +106,7 @@ def test_collectives_of_one_node_are_on_loopback_and_those_of_several_are_not(mo
 
 
 class StartedByHand:
-    """What ``ray start`` leaves on a machine: a file with the address, a session folder, a raylet, and a listener."""
+    """Files and processes that ``ray start`` leaves: an address file, a session folder, a raylet, and a listener."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self.address = f"127.0.0.1:{port}"
@@ -148,7 +148,7 @@ def test_the_cluster_that_this_user_started_is_found(by_hand, caplog):
     assert own_cluster() == by_hand.address
     by_hand.file.unlink()
     assert own_cluster() is None
-    by_hand.file.write_text("127.0.0.1:1")  # of a cluster that has ended
+    by_hand.file.write_text("127.0.0.1:1")  # a cluster that has ended
     assert own_cluster() is None and caplog.text == ""
 
 
@@ -181,7 +181,7 @@ def test_a_cluster_of_another_user_is_not_joined(tmp_path, monkeypatch, processe
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     found = StartedByHand(tmp_path, 1)
     processes.append(found.start_raylet(user=STRANGER))
-    assert own_cluster() is None and caplog.text == ""  # as where no cluster is
+    assert own_cluster() is None and caplog.text == ""  # like a machine without a cluster
 
 
 SCRIPT, WORKER = 0, 1
@@ -222,7 +222,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRay:
 def test_a_raylet_that_ended_is_named_with_the_end_of_its_log(fake_ray: FakeRay, tmp_path: Path) -> None:
     (tmp_path / "raylet.err").write_text("one\ncheck failed\n")
     fake_ray.dead = [("log_monitor", Namespace(pid=6, returncode=1))]
-    RayServers().check()  # nothing needs that one
+    RayServers().check()  # nothing needs that server
     fake_ray.dead += [("raylet", Namespace(pid=7, returncode=-9))]
     with pytest.raises(ProcessError, match=r"Ray's raylet \(process 7\) ended with status -9(.|\n)*check failed"):
         RayServers().check()
@@ -234,13 +234,13 @@ def test_a_gcs_may_be_silent_for_some_time_and_not_longer(fake_ray: FakeRay) -> 
     servers = RayServers()
     for _ in range(2):
         servers.check()
-    assert fake_ray.num_asked == 1  # every few seconds
-    fake_ray.now_s += 3600  # the time in which nobody asks does not count
+    assert fake_ray.num_asked == 1  # at most every few seconds
+    fake_ray.now_s += 3600  # time without checks does not count
     fake_ray.answer = None
     for _ in range(int(SILENT_S / CHECK_EVERY_S) + 1):
         servers.check()
         fake_ray.now_s += CHECK_EVERY_S
-    for _ in range(2):  # whoever catches the first error meets it again
+    for _ in range(2):  # a caller that catches the first error gets it again
         with pytest.raises(ProcessError, match="gcs_server at 10.0.0.1:6379 has not answered for 48 s"):
             servers.check()
     fake_ray.answer = [True]

@@ -1,4 +1,4 @@
-"""Every wait of the Ray layer gets a deadline; what passes when it ends: test_ray_waiting."""
+"""Every wait of the Ray layer has a deadline; test_ray_waiting checks what happens when it expires."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLAGS = args_with(
 
 
 class Anything:
-    """A handle whose every method is remote."""
+    """A handle on which every method is remote."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -83,7 +83,7 @@ CASES: list[tuple[str, Callable[[], Any], float]] = [
 
 
 def first_wait_s(monkeypatch: pytest.MonkeyPatch, module: str, call: Callable[[], Any]) -> float:
-    """The deadline of the first wait of ``module`` while ``call`` runs; every answer is there at once."""
+    """The deadline of the first wait of ``module`` during ``call``; every answer is available at once."""
     given: list[float] = []
 
     def wait_for(refs: Any, *, what: str, timeout_s: float, **rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The time in which the answers of a rollout were generated."""
+"""Measuring the time in which a rollout's answers were generated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_function_with_groups_in_flight_generates_between_its_calls() -> None:
     function.keeps_groups_in_flight = True  # type: ignore[attr-defined]
     clock = Clock()
     times = GenerationClock(function, clock)
-    assert rollout(clock, times, seconds=0.5, is_generated=False) == 0  # before a restart
+    assert rollout(clock, times, seconds=0.5, is_generated=False) == 0  # generated before a restart
     clock.now_s += 10
     assert rollout(clock, times, seconds=4) == 4, "the first one: nothing was in flight before"
     clock.now_s += 6

@@ -1,4 +1,4 @@
-"""The last lines of a driver say what went wrong, and its exit code of what kind it was."""
+"""The driver's last lines say what went wrong, and its exit code says what kind of error it was."""
 
 from __future__ import annotations
 

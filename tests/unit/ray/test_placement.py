@@ -1,4 +1,4 @@
-"""How many GPUs a job takes, and in which order they are handed out."""
+"""How many GPUs a job takes, and in which order they are assigned."""
 
 from argparse import Namespace
 
@@ -28,12 +28,12 @@ def arguments(**changes):
 @pytest.mark.parametrize(
     ("changes", "num_gpus", "offset"),
     [
-        ({}, 6, 4),  # disaggregated: trainers first, engines behind them
+        ({}, 6, 4),  # disaggregated: trainers first, then engines
         ({"colocate": True}, 4, 0),
         ({"colocate": True, "rollout_num_gpus": 8}, 8, 0),  # engines beyond the trainers' GPUs
         ({"debug_train_only": True}, 4, 0),
         ({"debug_rollout_only": True}, 2, 0),
-        ({"rollout_external": True}, 4, 4),  # the engines' GPUs are somebody else's
+        ({"rollout_external": True}, 4, 4),  # engines on GPUs outside the job
         ({"rollout_external": True, "debug_rollout_only": True}, 0, 0),
         ({"actor_num_nodes": 2, "rollout_num_gpus": 0}, 8, 8),  # router only
     ],
@@ -54,7 +54,7 @@ def test_a_slice_from_an_offset_keeps_bundle_and_gpu_together():
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """Ray with one GPU, which another job has."""
+    """Ray with one GPU, which another job uses."""
     group = Namespace(ready=ray.ObjectRef.from_random)
     monkeypatch.setattr(gpus, "placement_group", lambda *_, **__: group)
     monkeypatch.setattr(gpus.ray, "cluster_resources", lambda: {"GPU": 1.0, "CPU": 2.0})

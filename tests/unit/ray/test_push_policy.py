@@ -1,4 +1,4 @@
-"""What becomes of engines that a push excluded, on the driver's side; the fleet acts on what is reported."""
+"""The driver's treatment of engines that a push excluded; the fleet acts on its reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXCLUDED = [ExcludedEngine(1, "it holds other bytes")]
 
 
 class Push(WeightPush):
-    """Pushes have the outcomes that it is given, and the manager only notes what it is asked."""
+    """Pushes with scripted outcomes; the manager only records requests."""
 
     def __init__(self, *outcomes: str, policy: str = "refill", tolerant: bool = True, waiting: int = 0) -> None:
         args = Namespace(
@@ -55,7 +55,7 @@ class Push(WeightPush):
 
 
 BEFORE = ["health_monitoring_pause", "recover_updatable_engines"]
-"""With fault tolerance a push meets live engines."""
+"""With fault tolerance, a push goes to live engines."""
 
 
 def asked(push: Push) -> list[str]:
@@ -122,13 +122,13 @@ def test_a_router_that_does_not_take_a_new_engine_in_ends_no_push(monkeypatch: p
         raise EngineError("the router cannot be reached")
 
     monkeypatch.setattr(Push, "ask_manager", refuse)
-    Push()._report_taken()  # the engine waits, and `serve_new_engines` gives it the weights in the next rollout
+    Push()._report_taken()  # the engine waits until `serve_new_engines` gives it the weights in the next rollout
     with pytest.raises(EngineError, match="cannot be reached"):
         Push(tolerant=False)._report_taken()
 
 
 def test_a_trainer_without_ranks_has_verbs_that_do_nothing() -> None:
-    """What a driver gets with ``--debug-rollout-only``."""
+    """The trainer of a driver with ``--debug-rollout-only``."""
     args = Namespace(
         train_timeout_s=1, rollout_global_dataset=True, debug_train_only=False, use_fault_tolerance=True, save=None
     )
@@ -141,7 +141,7 @@ def test_a_trainer_without_ranks_has_verbs_that_do_nothing() -> None:
 
 
 class Manager:
-    """Notes its calls; each gives a reference that is the call's name."""
+    """Records its calls; each returns the call's name as a reference."""
 
     def __init__(self, notes: list[str]) -> None:
         self.notes = notes

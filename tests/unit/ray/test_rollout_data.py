@@ -1,4 +1,4 @@
-"""A plug-in that returns the wrong shape is named with its flag, before the train data are split."""
+"""A plug-in that returns the wrong shape is named with its flag before the train data are split."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ PARALLEL = {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_pe
 
 
 def split(samples: list[Sample], **flags: Any) -> Any:
-    """The way of ``RolloutManager.generate`` from samples to ranks."""
+    """Pass samples to ranks as ``RolloutManager.generate`` does."""
     args = parse(
         "--num-rollout 1 --rollout-batch-size 1 --n-samples-per-prompt 1 --global-batch-size 1 --micro-batch-size 1"
     )

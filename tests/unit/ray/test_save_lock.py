@@ -1,4 +1,4 @@
-"""Two jobs on one ``--save``, or anything else that is read back."""
+"""Two jobs with the same ``--save``, or the same other output that is read back."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_each_folder_has_a_lock_inside_another_one_too_and_a_folder_of_two_flags
     assert [lock.path.parent for lock in locks] == [actor, inside]
     with pytest.raises(ConfigError, match=f"critic .*critic belongs to a running job.*pid {os.getpid()}"):
         lock_folders({"--save": str(tmp_path / "other"), "critic": inside}, {})
-    for lock in (*locks, SaveLock(tmp_path / "other")):  # the refused job holds nothing
+    for lock in (*locks, SaveLock(tmp_path / "other")):  # the refused job holds no lock
         lock.release()
 
 

@@ -1,4 +1,4 @@
-"""What starts beside what: the trainer's processes import while the engines start, and take memory after them."""
+"""What starts concurrently: trainer processes import while engines start, and allocate memory after them."""
 
 from __future__ import annotations
 

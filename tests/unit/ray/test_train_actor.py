@@ -1,4 +1,4 @@
-"""The environment of a trainer: its threads."""
+"""A trainer's environment: its number of threads."""
 
 import os
 from argparse import Namespace

@@ -31,7 +31,9 @@ def test_with_optimizer_steps_as_axis_a_step_has_its_own_metrics_and_its_times_b
     job._background, job._step_began, job._step_line = None, 0.0, StepLine(path, num_rollout=9)
     for rollout_id in range(3):
         append_record(path, {"rollout/step": 4 * rollout_id, "rollout/raw_reward": rollout_id / 8})
-        append_record(path, {"rollout/step": 4 * (rollout_id + 1), "rollout/response_len/mean": 7.0})  # ahead
+        append_record(
+            path, {"rollout/step": 4 * (rollout_id + 1), "rollout/response_len/mean": 7.0}
+        )  # of a later rollout
         telemetry.Timer().reset()
         telemetry.Timer().add("train", 3.0)
         telemetry.Timer().add("train_critic", 2.0)

@@ -1,4 +1,4 @@
-"""Actor and critic as one: which actor rank gets the values of which critic rank, and what a save writes."""
+"""Actor and critic together: which actor rank gets which critic rank's values, and what a save writes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_other_data_parallel_sizes_are_refused():
 
 
 def test_a_checkpoint_that_counts_is_not_written_again() -> None:
-    """A rank died after the tracker had been written, and the save is repeated."""
+    """A rank died after the tracker was written, and the save is repeated."""
     done: list[str] = []
 
     class Trainer:

@@ -1,7 +1,7 @@
 """A router and engines in this process, over real HTTP, that answer by a script instead of a model.
 
-Token ids of a prompt are the code points of its text; the response to any prompt is 1000, 1001, 1002 ...  How long it
-is, and where the engine stops to wait for an abort, is written in a ``Plan`` for each prompt.
+Token ids of a prompt are the code points of its text; the response to any prompt is 1000, 1001, 1002 ...  A ``Plan``
+for each prompt sets the length, and where the engine stops to wait for an abort.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ FIRST_RESPONSE_TOKEN = 1000
 
 @dataclass
 class Plan:
-    """What the engine does with one prompt."""
+    """The engine's behavior for one prompt."""
 
     length: int = 4
-    """Response tokens until the end token."""
+    """Response tokens before the end token."""
     hold_after: int | None = None
-    """The first call for this many samples draws so many tokens, then waits to be aborted.  None: never waits."""
+    """The first call for each sample generates this many tokens, then waits for an abort.  None: never waits."""
     holds: int = 10**6
-    """Calls that wait; later ones go through."""
+    """Number of calls that wait; later ones go through."""
     breaks: int = 0
-    """Calls that the engine breaks off by itself, after two tokens."""
+    """Number of calls that the engine itself aborts, after two tokens."""
     wait_in_router: bool = False
-    """The router hands the request on only after it has seen an abort."""
+    """True if the router forwards the request only after an abort."""
     statuses: list[int] = field(default_factory=list)
-    """HTTP statuses of the first calls; then it is served."""
+    """HTTP statuses of the first calls; later ones succeed."""
 
 
 class FakeTokenizer:
@@ -141,7 +141,7 @@ class FakeCluster:
         return await self._generate(index, request, through_router=False)
 
     async def _is_aborted(self) -> bool:
-        """Wait for the next abort; with ``patience_s``, no longer than that."""
+        """Wait for the next abort, at most ``patience_s`` if that is set."""
         try:
             await asyncio.wait_for(self._abort_now.wait(), self.patience_s)
             return True
@@ -196,7 +196,7 @@ class FakeCluster:
 
 
 def clear_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has just started: no state of an earlier rollout, the fake tokenizer for every model."""
+    """As in a new process: no state of an earlier rollout, and the fake tokenizer for every model."""
     for module in (sglang_rollout, data_source):
         monkeypatch.setattr(module, "load_tokenizer", lambda *_, **__: FakeTokenizer())
         monkeypatch.setattr(module, "load_processor", lambda *_, **__: None)
@@ -211,7 +211,7 @@ def prompt_of(body: dict[str, Any]) -> str:
 
 
 def make_args(port: int, **overrides: Any) -> Namespace:
-    """The arguments a rollout reads."""
+    """The arguments that a rollout reads."""
     values: dict[str, Any] = {
         "hf_checkpoint": "fake",
         "sglang_router_ip": "127.0.0.1",
@@ -242,7 +242,7 @@ def make_args(port: int, **overrides: Any) -> Namespace:
 
 
 def write_prompts(path: Path, prompts: list[str]) -> str:
-    """A prompt file; a prompt that begins with "dull" is labelled so."""
+    """Write a prompt file; a prompt that begins with "dull" is labeled so."""
     rows = [{"prompt": prompt, "label": "dull" if prompt.startswith("dull") else "lively"} for prompt in prompts]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -251,11 +251,11 @@ def write_prompts(path: Path, prompts: list[str]) -> str:
 # Hooks, named by import path in the arguments.
 
 CALLS: list[Any] = []
-"""What the hooks below were called with; tests clear it."""
+"""The calls of the hooks below; tests clear it."""
 
 
 async def position_reward(args: Namespace, graded: Any, **kwargs: Any) -> Any:
-    """1 for every sample of a dull prompt; else 1 and 0 in turn.  Takes a sample or a list."""
+    """1 for every sample of a dull prompt; else alternately 1 and 0.  Takes a sample or a list."""
     if isinstance(graded, list):
         CALLS.append([leaf.index for leaf in graded])
         return [await position_reward(args, leaf) for leaf in graded]
@@ -269,7 +269,7 @@ def plain_reward(args: Namespace, sample: Sample) -> float:
 
 
 async def fan_out(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """Two samples from one execution: the answer to the prompt, and a second turn that never asks the engine."""
+    """Two samples of one execution: the prompt's answer, and a second turn that does not use the engine."""
     from slime.rollout.sglang_rollout import generate
 
     first = await generate(args, sample, sampling_params)

@@ -1,5 +1,5 @@
-"""Rows and files of no use, with their neighbours: each ends in one line that names file, row and value; and what is
-odd and legitimate is accepted."""
+"""Bad rows and files beside valid ones: each ends in one line that names file, row and value; odd but valid input
+is accepted."""
 
 import gzip
 import json
@@ -30,7 +30,7 @@ def dataset(path, tokenizer=None, **kwargs):
 
 
 def refusal(run, *args, **kwargs):
-    """The error of ``run``; one line, of a length that fits a log."""
+    """The error of ``run``; one line, short enough for a log."""
     with pytest.raises(DataError) as caught:
         run(*args, **kwargs)
     text = str(caught.value)
@@ -197,7 +197,7 @@ def test_a_line_without_an_end_is_not_read_into_memory(tmp_path, monkeypatch):
 
 
 class Template(WordTokenizer):
-    """A chat template of one's own, rendered by transformers' sandbox."""
+    """A custom chat template, rendered by transformers' sandbox."""
 
     def __init__(self, template):
         self.chat_template = template
@@ -279,7 +279,7 @@ def test_a_template_that_never_ends_has_a_deadline(tmp_path, monkeypatch):
     stop = threading.Event()
 
     def loop(self, messages, **kwargs):
-        while not stop.is_set():  # what a loop of a template does, until the test is over
+        while not stop.is_set():  # like an endless template, until the test is over
             pass
         return ""
 

@@ -1,4 +1,4 @@
-"""The data source: order of groups, the buffer, and a restart that changes nothing."""
+"""The data source: order of groups, the buffer, and restarts that change nothing."""
 
 import json
 
@@ -14,7 +14,7 @@ from tests.flag_values import args_with
 
 
 class SavedTokenizer:
-    """A tokenizer that no prompt here needs, except to be saved."""
+    """A tokenizer that is only saved, never used."""
 
     def save_pretrained(self, folder):
         folder.mkdir(parents=True)
@@ -148,7 +148,7 @@ def test_a_buffer_filter_that_would_train_a_group_twice_is_stopped(make_args, mo
 
 
 def rollout(source):
-    """One rollout of two groups that asks for three: the third comes back with a part of its response."""
+    """A rollout of two groups that takes three: the third comes back with part of its response."""
     groups = source.get_samples(3)
     for sample in groups[2]:
         sample.append_response_tokens(tokens=[sample.index], log_probs=[-1.0], text="~")
@@ -167,7 +167,7 @@ def test_a_restart_gives_the_groups_of_the_uninterrupted_run(make_args, killed_a
     for rollout_id in range(killed_after + 1):
         got.append(rollout(source))
         source.save(rollout_id)
-    rollout(source)  # done, but not saved: the kill takes it
+    rollout(source)  # not saved, so the kill discards it
 
     resumed = RolloutDataSourceWithBuffer(make_args(rollout_shuffle=True, start_rollout_id=killed_after + 1))
     resumed.load()

@@ -1,4 +1,4 @@
-"""A disk that is full while a file is written.  The kernel refuses: no writer is faked."""
+"""A disk that becomes full while a file is written.  The kernel refuses; no writer is faked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime.utils.types import Sample
 
 @contextlib.contextmanager
 def full_disk(room_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond ``room_bytes``; Python ignores the signal, so that writes fail."""
+    """Limit files of this process to ``room_bytes``; Python ignores the signal, so that writes fail."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
     try:

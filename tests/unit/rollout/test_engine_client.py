@@ -1,4 +1,4 @@
-"""Requests that the router would cut, sent to real HTTP workers that a real router lists."""
+"""Requests that bypass the router, sent to real HTTP workers listed by a real router."""
 
 from __future__ import annotations
 

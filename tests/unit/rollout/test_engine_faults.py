@@ -1,4 +1,4 @@
-"""Requests while an engine is of no use, and when another takes its place."""
+"""Requests while an engine fails, and while another replaces it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.scripted_engine.server import ScriptedEngine
 
 
 class State:
-    """As much of GenerateState as ``generate`` needs for a sample that has its tokens."""
+    """The part of GenerateState that ``generate`` needs for a sample that has its tokens."""
 
     tokenizer = processor = None
     aborted = False
@@ -91,7 +91,7 @@ def test_a_request_outlives_its_engine_and_keeps_what_the_sample_held():
     first = Sample(index=3, tokens=[1, 2, 3])
     with ScriptedEngine(Script(length=20, hold_after=None)) as healthy:
         whole = ask(flags(healthy), first)
-    # Half of that response came back before (a partial rollout); the engine dies over the rest, and comes back.
+    # Half of the response came back before (a partial rollout); the engine dies during the rest, and restarts.
     half = Sample(index=4, tokens=whole.tokens[:13], response_length=10, status=Sample.Status.ABORTED)
     half.rollout_log_probs = whole.rollout_log_probs[:10]
     half.loss_mask = None
@@ -143,5 +143,5 @@ def test_a_prompt_longer_than_the_context_is_refused_with_the_flag_that_leaves_i
             ask(flags(engine))
         assert len(engine.payloads) == 1
         continued = Sample(index=3, tokens=[1] * 19, response="c", response_length=2)
-        with pytest.raises(HttpStatusError, match="400"):  # the prompt is not at fault
+        with pytest.raises(HttpStatusError, match="400"):  # the prompt is valid
             ask(flags(engine), continued)

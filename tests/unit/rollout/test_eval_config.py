@@ -1,4 +1,4 @@
-"""Evaluation data sets: which value wins, and what is refused."""
+"""Evaluation data sets: precedence of values, and refusals."""
 
 import pytest
 

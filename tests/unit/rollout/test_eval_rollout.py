@@ -1,4 +1,4 @@
-"""Evaluation against the fake cluster: every prompt answered, graded and reported in order."""
+"""Evaluation against the fake cluster: every prompt is answered, graded and reported in order."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_metadata_overrides_and_grader_of_the_data_set_reach_the_samples(cluster
     for of_run in (None, f"{HOOKS}.position_reward"):
         data = evaluate(cluster, config, custom_rm_path=of_run, rm_type="math")
         assert data["d"]["samples"][0].metadata == {"k": 1, "rm_type": "f1"}
-        assert data["d"]["rewards"] == [0.0]  # 1 by the function of the run
+        assert data["d"]["rewards"] == [0.0]  # the run's function would give 1
 
 
 def test_group_rm_is_refused(cluster, tmp_path):

@@ -1,4 +1,4 @@
-"""Recorded samples beside running engines."""
+"""Recorded samples used beside running engines."""
 
 from __future__ import annotations
 

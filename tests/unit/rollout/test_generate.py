@@ -1,4 +1,4 @@
-"""What one sample sends to an engine and what it refuses; the loop around it is tested in test_sglang_rollout."""
+"""What one sample sends to an engine, and what it refuses; test_sglang_rollout tests the loop around it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FakeProcessor:
 
 
 class FakeState:
-    """As much of GenerateState as plug-in tests give."""
+    """The part of GenerateState that plug-in tests provide."""
 
     def __init__(self, args: Namespace) -> None:
         self.semaphore = asyncio.Semaphore(1)
@@ -217,7 +217,7 @@ def test_consistent_hashing_moves_only_the_keys_of_a_lost_worker():
 
 
 def answered(tokenizer, ids, kind):
-    """An answer as SGLang gives it: bytes of a character without the others are shown as a replacement character."""
+    """An answer as SGLang returns it: an incomplete character's bytes are shown as a replacement character."""
     meta = {"finish_reason": {"type": kind}, "output_token_logprobs": [[-0.1, token, None] for token in ids]}
     return {"text": tokenizer.decode(ids, skip_special_tokens=False), "meta_info": meta}
 

@@ -1,4 +1,4 @@
-"""Model output -> reasoning, text, tool calls; the built-in parsers and SGLang's own agree."""
+"""Model output -> reasoning, text, tool calls; the built-in parsers agree with SGLang's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.talking_engine import make_tokenizer
 
 @pytest.fixture(scope="module")
 def sglang():
-    """SGLang can be imported, on machines without its GPU parts too."""
+    """Make SGLang importable, also on machines without its GPU parts."""
     cpu_shim.install()
     parsing._tool_parts.cache_clear()
     parsing._reasoning_part.cache_clear()

@@ -1,4 +1,4 @@
-"""The policy on single groups, and the pool between submission and batch, without engines."""
+"""The policy for single groups, and the pool between submission and batch, without engines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Recorder(GroupObserver):
 
 
 class State(Namespace):
-    """As much of GenerateState as the pool needs."""
+    """The part of GenerateState that the pool needs."""
 
     def __init__(self) -> None:
         super().__init__(pendings=set(), remaining_batch_size=0, aborted=False, sampling_params={"top_p": 1.0})

@@ -1,4 +1,4 @@
-"""A data position is that of one data set in one order, and its file is read whole and without running code."""
+"""A data position belongs to one data set in one order; its file is read completely, and without running code."""
 
 import datetime
 import json
@@ -95,7 +95,7 @@ CHANGES = {
 
 @pytest.fixture
 def rows(monkeypatch, make_args):  # noqa: F811
-    """Save a position of five full rows; return their args, and the rows."""
+    """Save a position of five full rows; return their args and the rows."""
     args = make_args(label_key="answer", multimodal_keys={"image": "images"})
     full = [ROW | {"input": f"<image> {i}"} for i in range(5)]
     replace_rows(args, full)

@@ -1,4 +1,4 @@
-"""Prompt files: what is read, and what is said of bad ones."""
+"""Prompt files: what is read, and the errors for bad ones."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ from slime.utils.types import Sample
 
 
 class WordTokenizer:
-    """One token a word; a chat template that shows its inputs."""
+    """One token per word; a chat template that shows its inputs."""
 
     def __call__(self, texts, add_special_tokens):
         assert not add_special_tokens
@@ -211,7 +211,7 @@ def test_what_a_row_of_parquet_did_not_have_is_not_there(tmp_path):
     pq.write_table(pa.Table.from_pylist([{"input": [picture]}]), table)
     assert read(str(table)).samples[0].prompt == [picture]
 
-    # A row of JSON says null itself.
+    # A JSON row may contain null itself.
     meant = {"input": [{"role": "user", "content": "Rain?"}, called("weather", city=None)], "metadata": {"x": None}}
     lines.write_text(json.dumps(meant))
     [sample] = read(str(lines)).samples

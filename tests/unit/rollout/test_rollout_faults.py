@@ -1,4 +1,4 @@
-"""Whole rollouts while an engine or the reward server is of no use: the same samples at last, or the first cause."""
+"""Whole rollouts while an engine or the reward server fails: they end with the same samples, or the first cause."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Rollout = Callable[..., list[Sample]]
 
 @pytest.fixture
 def rollout(tmp_path, monkeypatch) -> Iterator[Rollout]:
-    """Samples of one rollout over an engine with the given faults; ``rollout.engine`` is the engine."""
+    """Samples of one rollout with an engine of the given faults; ``rollout.engine`` is the engine."""
     for module in (http_utils, sglang_streaming_rollout):
         monkeypatch.setattr(module, "RETRY_WAIT_S", 0.05)
     monkeypatch.setattr(engine_request, "BAD_ANSWER_WAIT_S", 0.05)
@@ -95,7 +95,7 @@ def test_the_samples_are_those_of_a_rollout_without_the_fault(rollout, fault, pa
 @pytest.mark.parametrize("kind", ["hang", "die"])
 def test_requests_of_an_engine_that_is_replaced_are_asked_again(rollout, kind):
     def replace(engine: ScriptedEngine) -> None:
-        """What the health monitor does with an engine that hangs: kill it, start one in its place."""
+        """Do what the health monitor does with a hung engine: kill it and start a replacement."""
         give_up_s = time.monotonic() + 30
         while engine.calls["/generate"] < 8 and engine.is_up and time.monotonic() < give_up_s:
             time.sleep(0.02)
@@ -108,7 +108,7 @@ def test_requests_of_an_engine_that_is_replaced_are_asked_again(rollout, kind):
 
 
 async def gives_up(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """An agent that dies at the second sample of each prompt, and says so as functions for the original do."""
+    """An agent that dies at the second sample of each prompt, and reports it in the original's way."""
     if sample.index % 2:
         sample.status, sample.remove_sample = Sample.Status.ABORTED, True
         return sample

@@ -1,4 +1,4 @@
-"""Hooks on samples, and what a rollout function may return."""
+"""Hooks on samples, and the results that a rollout function may return."""
 
 import asyncio
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""The rollout loop against a fake router and fake engines over HTTP: what is asked, kept, dropped and given back."""
+"""The rollout loop against a fake router and engines over HTTP: what it requests, keeps, drops and returns."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_rollout_gives_every_prompt_once_in_order_with_tokens_and_rewards(star
 def test_the_request_has_the_flags_as_sampling_parameters(start_job):
     job = start_job(["a", "b"], rollout_stop=["x"], rollout_max_response_len=3)
     groups = job.rollout().samples
-    # Requests of one wave arrive in any order.
+    # Requests sent together arrive in any order.
     assert min(job.cluster.requests, key=lambda request: request["input_ids"]) == {
         "sampling_params": {
             "temperature": 1.0,

@@ -1,4 +1,4 @@
-"""Answers read as a stream from a scripted engine: the same samples, and what is kept when a stream ends early."""
+"""Streamed answers from a scripted engine: the same samples, and what is kept if a stream ends early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight versions of samples, of engines and of the trainer; the schedule that keeps them close."""
+"""Weight versions of samples, engines and trainer, and the schedule that bounds their distance."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_oldest_version_is_that_of_a_trained_token():
 
 
 def loop(interval: int, start: int, num_rollouts: int, *, ahead: bool) -> list[tuple[int, int, int]]:
-    """(rollout, version of the engines when it begins, version of the trainer when it is trained)."""
+    """(rollout, the engines' version when it begins, the trainer's version when it is trained)."""
     version, begun, trained = start + 1, {start: start + 1}, {}
     for k in range(start, start + num_rollouts):
         if ahead:
@@ -81,7 +81,7 @@ def test_the_last_rollout_for_a_version_is_the_last_one_within_the_bound():
 
 
 def test_an_engine_that_does_not_tell_its_version_has_none_until_it_is_asked_again(monkeypatch):
-    """One engine hangs, one is not there; then one answers."""
+    """One engine hangs, one is missing; then one answers."""
     engine, urls = ScriptedEngine(Script()), ["http://127.0.0.1:9"]
     sessions = engine_client.separate_sessions(max_connections=0, timeout_s=0.3)
     monkeypatch.setattr(engine_client, "_control", sessions)
@@ -106,7 +106,7 @@ def test_an_engine_that_does_not_tell_its_version_has_none_until_it_is_asked_aga
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_with_both_rules_no_group_is_late_whatever_requests_take(limit):
-    """A simulation of both loops' order with groups of random duration; time moves only when a batch must wait."""
+    """Simulates both loops' order with groups of random duration; time moves only when a batch must wait."""
     dice = random.Random(limit)
     batch_size, num_rollouts, interval = 4, 60, dice.choice([1, 2])
     bound = StalenessBound(

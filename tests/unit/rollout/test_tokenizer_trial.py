@@ -1,4 +1,4 @@
-"""A model folder whose tokenizer or template never ends, or takes all memory, is refused by name at the start."""
+"""A model folder whose tokenizer or template never ends, or uses all memory, is refused by name at the start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 @pytest.fixture
 def folder(tmp_path: Path):
-    """Write a model's tokenizer, with this regular expression and template."""
+    """Write a model's tokenizer with this regular expression and template."""
 
     def write(*, regex: str = r"\s+", template: str = PLAIN, is_normalizer: bool = False) -> str:
         tokenizer = Tokenizer(models.WordLevel({"hi": 0, "[UNK]": 1}, unk_token="[UNK]"))

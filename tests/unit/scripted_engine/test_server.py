@@ -1,4 +1,4 @@
-"""The scripted engine keeps the promises that other tests build on."""
+"""The scripted engine behaves as other tests expect."""
 
 import time
 

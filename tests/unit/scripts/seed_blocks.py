@@ -1,9 +1,9 @@
-"""The shell blocks of the documents that the project was created from, word for word, and what is wrong with some.
+"""The shell blocks of the documents that the project started from, verbatim, and what is wrong with some.
 
-A block whose text cannot work as it stands anywhere is listed with what a reader would type instead.
+A block whose text cannot work anywhere as written is listed with what a reader would type instead.
 """
 
-# ruff: noqa: E501  the lines are those of the documents
+# ruff: noqa: E501  lines are verbatim
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ bash scripts/run-glm4.7-30B-A3B.sh
 """
 
 TYPING_ERRORS = {
-    # a line of a document that no shell takes -> what is meant
+    # a line that no shell accepts -> its meaning
     "MODEL_ARGS += ( --rotary-base 10000 )": "MODEL_ARGS+=(--rotary-base 10000)",
     'ray start --address=${MASTER_ADDR}:6379 --num-gpus 8 --node-ip-address ${WORKER_IP} --disable-usage-stats"': (
         "ray start --address=${MASTER_ADDR}:6379 --num-gpus 8 --node-ip-address ${WORKER_IP} --disable-usage-stats"

@@ -1,4 +1,4 @@
-"""The gauges of the house count what they say, and golden numbers differ by a bit."""
+"""The gauges count what they claim, and golden numbers differ by a bit."""
 
 from __future__ import annotations
 

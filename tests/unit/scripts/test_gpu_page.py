@@ -1,4 +1,4 @@
-"""docs/gpu.md, as a stranger types it: what a machine without GPUs can try of the commands is tried."""
+"""The commands of docs/gpu.md, verbatim, as far as a machine without GPUs can run them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``make install`` and ``make browser``: what a machine gets, and what becomes of an environment that is there."""
+"""``make install`` and ``make browser``: what a machine gets, and what happens to an existing environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout's scripts and pins, with programs in bin/ that only say what was asked of them."""
+    """A checkout's scripts and pins, with programs in bin/ that only record their arguments."""
     for name in ("scripts", "requirements"):
         shutil.copytree(REPO / name, tmp_path / name)
     shutil.copy(REPO / "pyproject.toml", tmp_path)
@@ -119,7 +119,7 @@ def test_an_environment_of_the_other_kind_is_refused_and_left_alone(checkout, ma
     wanted = "cpu" if made == "gpu" else "gpu"
     (checkout / ".venv").mkdir()
     (checkout / ".venv/.installed").write_text("x\n")
-    if made:  # none was noted while there was only the one for CPUs
+    if made:  # no kind was recorded when only the CPU environment existed
         (checkout / ".venv/.kind").write_text(f"{made}\n")
     done = run(checkout, "scripts/install.sh", DEVICE=wanted)
     assert done.returncode == 2 and not (checkout / "record").exists()
@@ -140,7 +140,7 @@ def test_a_recipe_on_gpus_refuses_the_environment_for_cpus(checkout):
     assert ".venv is the cpu environment, and DEVICE=gpu asks for the gpu one" in done.stderr
     assert run(checkout, *words, DEVICE="cpu").stdout == "8 GPUs\n"
     done = run(checkout, *words, DEVICE="gpu", SLIME_SCRIPT_EXTERNAL_RAY="1")
-    assert done.returncode == 0 and done.stdout == ""  # tools/plan.py, and clusters with an environment of their own
+    assert done.returncode == 0 and done.stdout == ""  # tools/plan.py, and clusters with another environment
     (checkout / ".venv/.kind").write_text("gpu\n")
     assert run(checkout, *words, DEVICE="gpu").stdout == "8 GPUs\n"
 

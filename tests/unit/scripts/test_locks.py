@@ -1,4 +1,4 @@
-"""The locks of ``requirements/``: complete, legal by the packages' metadata, and as pyproject.toml says."""
+"""The locks of ``requirements/``: complete, consistent with the packages' metadata, and with pyproject.toml."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tests.contracts.source_tree import REPO
 
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 WITH = ("tracking", "demo", "math", "docs", "dev")
-"""The extras that ``make install`` brings beside that of the device."""
+"""The extras that ``make install`` adds to the device's."""
 LINUX = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"}
 UNLIKE = {
-    "pymdown-extensions",  # 13 wants Python 3.11.5
-    "setuptools",  # torch 2.11 wants one below 82
+    "pymdown-extensions",  # 13 needs Python 3.11.5
+    "setuptools",  # torch 2.11 needs one below 82
 }
 """Packages that the two locks have at different versions."""
 NOT_ON_CPU = {"torch", "torchvision"}
-"""Pinned apart for the CPU: requirements/torch.txt and vision.txt."""
+"""Pinned separately for the CPU: requirements/torch.txt and vision.txt."""
 
 
 def pins(*files: str) -> dict[str, str]:
-    """Versions by package; every line is a pin or a comment, and names no place to fetch it from."""
+    """Versions by package; every line is a pin or a comment, and names no index."""
     found = {}
     for file in files:
         for line in (REPO / "requirements" / file).read_text().splitlines():
@@ -42,13 +42,13 @@ GPU, CPU = pins("gpu.lock.txt"), pins("cpu.lock.txt", "torch.txt", "vision.txt")
 
 
 def of_extras(*extras: str) -> list[Requirement]:
-    """What pyproject.toml asks for, by default and in these extras."""
+    """pyproject.toml's requirements, by default and for these extras."""
     lines = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
     return [Requirement(line) for line in lines]
 
 
 def faults(wanted: list[Requirement], lock: dict[str, str]) -> list[str]:
-    """The requirements that a lock does not fulfil."""
+    """The requirements that a lock does not satisfy."""
     return [
         f"{one} (locked: {lock.get(canonicalize_name(one.name))})"
         for one in wanted
@@ -70,7 +70,7 @@ def test_what_tests_alone_need_is_pinned_beside_the_lock():
 
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
 def test_the_gpu_lock_fulfils_the_metadata_of_every_package_that_is_here(python):
-    """From pyproject's requirements on, down to where a package is not installed here at its locked version."""
+    """Follows pyproject's requirements down to packages that are not installed here at their locked version."""
     todo = [(one, frozenset(one.extras)) for one in of_extras("gpu", *WITH)]
     seen, walked = set(), set()
     environment = LINUX | {"python_version": python, "python_full_version": f"{python}.9"}

@@ -1,6 +1,6 @@
-"""scripts/models/*.sh and the configs that the models are published with (benchmarks/published_configs.py).
+"""scripts/models/*.sh against the configs of the published models (benchmarks/published_configs.py).
 
-Every file says what is derived from its model's config.json, and the checks find any number that differs.
+Every file has the values that follow from its model's config.json, and the checks find any number that differs.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def model_args(name: str, **environment: str) -> list[str]:
 SPELLED_OTHERWISE = {"use_rotary_position_embeddings", "use_gated_attention", "add_position_embedding"}
 NOMINAL = {"max_position_embeddings", "seq_length", "make_vocab_size_divisible_by", "padded_vocab_size"}
 OF_THE_LAYOUT = {"allgather_cp", "enable_experimental"}
-OPTIONAL = {"spec"}  # of GLM-4, whose flags describe its layers
+OPTIONAL = {"spec"}  # GLM-4 has a spec, but its flags describe its layers
 OF_THE_FOLDER = {"hf_checkpoint", "tokenizer_model", "tower_dims", "has_own_tower"}
 LEFT_TO_CONFIG = ("--rotary-scaling-factor", "--rope-type", "--beta-fast", "--dsa-indexer-")
-"""Flags that model files leave out: YaRN's numbers where releases differ, and the sizes of indexers."""
+"""Flags that model files omit: YaRN's numbers where releases differ, and the sizes of indexers."""
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The recipes: each is run with a recorder in the place of ``ray``, and what it submits is parsed."""
+"""The recipes: each runs with a recorder instead of ``ray``, and what it submits is parsed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.contracts.seed_commands import SEED_COMMANDS
 from tests.contracts.source_tree import REPO
 
 RECIPES = {
-    # script -> the seed's flag group that it must contain, and the GPUs of a node in the seed
+    # script -> the seed's flag group that it must contain, and the seed's GPUs per node
     "run-glm4-9B.sh": "GLM4 9B",
     "run-glm4.5-355B-A32B.sh": "GLM-4.5 355B",
     "run-deepseek-r1.sh": "DeepSeek R1",
@@ -24,11 +24,11 @@ RECIPES = {
     "run-glm4.7-30B-A3B-8gpus.sh": "GLM-4.7 Flash",
 }
 WITHOUT_RECIPE = {
-    *("deepseek-v3-5layer", "deepseek-v3-20layer"),  # cut for trying things out
+    *("deepseek-v3-5layer", "deepseek-v3-20layer"),  # shortened models for experiments
     "tiny-arithmetic",
 }
 NOT_LITERAL = {
-    # flags of a seed's text that its recipe spells otherwise, leaves to the user, or that name the seed's own folders
+    # flags that recipes spell differently, leave to the user, or that name the seed's own folders
     "GLM4 9B": {"rotary_base"},
     "GLM-4.5 355B": set(),
     "DeepSeek R1": {"sglang_enable_ep_moe", "sglang_enable_deepep_moe"},
@@ -39,12 +39,12 @@ NOT_LITERAL = {
     },
 }
 SPELLED_TODAY = {"nsa": "dsa"}
-"""Values that the pinned SGLang has under another name; it still takes the old one."""
+"""Values that the pinned SGLang has renamed; it still accepts the old ones."""
 FOLDERS = {"hf_checkpoint", "ref_load", "load", "save", "prompt_data", "eval_prompt_data"}
 
 
 def submitted(script: str, tmp_path: Path, *words: str, **variables: str) -> tuple[list[str], dict[str, str]]:
-    """What ``ray job submit`` gets: the words behind ``--``, and the job's environment."""
+    """The arguments of ``ray job submit``: the words after ``--``, and the job's environment."""
     record = tmp_path / "record"
     recorder = f'ray() {{ printf "%s\\n" "$@" >"{record}"; }}; nvidia-smi() {{ seq 8; }}'
     environment = dict(os.environ) | {"SLIME_SCRIPT_EXTERNAL_RAY": "1", "BASE_DIR": "/base", "MASTER_ADDR": "10.0.0.1"}
@@ -57,7 +57,7 @@ def submitted(script: str, tmp_path: Path, *words: str, **variables: str) -> tup
 
 
 def test_every_model_has_a_recipe():
-    """``tests/ext/plan/test_recipes.py`` looks at every recipe."""
+    """``tests/ext/plan/test_recipes.py`` plans every recipe."""
     there = {path.name for path in REPO.glob("scripts/run-*.sh") if "tiny" not in path.name}
     sourced = {
         word for name in there for word in re.findall(r"models/([^\"]+)\.sh", (REPO / "scripts" / name).read_text())
@@ -72,7 +72,7 @@ def test_a_recipe_in_int4_is_its_model_s_with_rounded_weights(path, tmp_path):
     job, _ = submitted(str(path.relative_to(REPO)), tmp_path, *words)
     plain, _ = submitted(f"scripts/{path.name.replace('-int4', '')}", tmp_path, *words)
     args, other = parse_flags(job[2:]), parse_flags(plain[2:])
-    assert args.num_rollout == 7  # what the user adds comes last, and wins
+    assert args.num_rollout == 7  # the user's flags come last and win
     different = {name for name, value in vars(args).items() if value != vars(other)[name]}
     assert {"int4_qat", "int4_qat_group_size"} <= different <= {"int4_qat", "int4_qat_group_size", "hf_checkpoint"}
     columns = args.moe_ffn_hidden_size // (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)

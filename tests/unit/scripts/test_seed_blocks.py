@@ -1,4 +1,4 @@
-"""The documents' command blocks, typed as they stand: each program in them is recorded, then given its words."""
+"""The documents' command blocks, typed verbatim: programs in them are recorded, then run with their arguments."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ENVIRONMENT = {"BASE_DIR": "/base", "MASTER_ADDR": "10.0.0.1", "NODE_RANK": "1",
 
 
 def typed(block: str, tmp_path: Path, **variables: str) -> list[list[str]]:
-    """The programs that a reader's shell runs in the checkout when ``block`` is typed, with their words."""
+    """The programs that the shell runs in the checkout when ``block`` is typed, with their arguments."""
     record = tmp_path / "record"
-    # Programs in the background record at the same time, and bash writes line by line.
+    # Background programs record at the same time, and bash writes line by line.
     write = f"""flock 9; printf '%s\\0' "${{FUNCNAME[0]}}" "$@" $'\\n' >>"{record}" """
     recorders = "\n".join(f'{name}() {{ ( {write}) 9>>"{record}.lock"; }}' for name in PROGRAMS)
-    # The documents stand in /root or beside the checkout; here it lies elsewhere.
+    # The documents assume /root, or a folder beside the checkout; here it is elsewhere.
     program = f'cd() {{ builtin cd "{REPO}"; }}\ncd\nSCRIPT_DIR="{REPO}/scripts"\n{recorders}\n{block}'
     environment = dict(os.environ) | ENVIRONMENT | variables
     subprocess.run(["/bin/bash", "-c", program], env=environment, check=True, timeout=60, capture_output=True)
@@ -80,7 +80,7 @@ def test_quantization_tools_take_their_lines(tmp_path):
 
 @pytest.mark.parametrize("block", ["separate", "shared"])
 def test_a_submitted_job_is_taken_by_ray_and_by_slime(block, tmp_path):
-    # Three dots stand for what the document has said before.
+    # Three dots stand for flags from earlier in the document.
     runtime_env = '--address="http://127.0.0.1:8265" --runtime-env-json=\'{"env_vars": {"A": "1"}}\''
     text = BLOCKS[block].replace("submit ...", f"submit {runtime_env}").replace("\\\n   ...", "")
     [call] = typed(text, tmp_path)
@@ -100,7 +100,7 @@ def test_a_script_extends_the_models_flags(tmp_path):
     extended = TYPING_ERRORS["MODEL_ARGS += ( --rotary-base 10000 )"]
     block = f'source "${{SCRIPT_DIR}}/models/qwen3-4B.sh"\n{extended}\npython ${{MODEL_ARGS[@]}}\n'
     [call] = typed(block, tmp_path)
-    assert parse_flags(call[1:]).rotary_base == 10000  # what comes last counts
+    assert parse_flags(call[1:]).rotary_base == 10000  # the last value wins
 
 
 def test_every_script_that_the_documents_run_is_there(tmp_path):

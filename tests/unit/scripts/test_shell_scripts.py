@@ -74,5 +74,5 @@ def test_a_node_that_ssh_starts_looks_for_ray_in_the_folder_of_the_head(tmp_path
     )
     assert done.returncode == 0, done.stderr
     words = asked.read_text()
-    assert words.count("root@") == 1  # the head's own name and address in the list are no other nodes
+    assert words.count("root@") == 1  # the head's own name and address in the list are not other nodes
     assert "root@10.9.9.8" in words and f"REPO_DIR='{REPO}'" in words and "--node-ip-address 10.9.9.8" in words

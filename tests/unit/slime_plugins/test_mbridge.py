@@ -1,4 +1,4 @@
-"""The bridge by the import path of older recipes: it loads and exports what the trainer's own loader does."""
+"""The bridge at the import path of older recipes loads and exports like the trainer's loader."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""MiniMax-M2: from the model file to layers in full size, the norm over all heads, and what is refused.
+"""MiniMax-M2: from the model file to layers in full size, the norm over all heads, and refusals.
 
-That log-probs and gradients are those of transformers, and equal in all layouts, is the matrix's business.
+The matrix checks log-probs and gradients against transformers, in all layouts.
 """
 
 from __future__ import annotations

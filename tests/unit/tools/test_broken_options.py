@@ -1,4 +1,4 @@
-"""Options of the command-line tools: a number that means nothing ends the tool with one line and exit code 2."""
+"""Options of the command-line tools: an invalid number ends the tool with one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parse_with(build_parser: Callable[[], argparse.ArgumentParser]) -> Callable[
 
 
 TOOLS: dict[str, tuple[Callable[[list[str]], object], list[str], list[str]]] = {
-    # tool: (what parses its words, words that it needs, options that take a number above 0)
+    # tool: (its parser, required words, options that take a number above 0)
     "analyze_profile": (analyze_profile.main, ["--profile-dir", "x"], ["--top-n"]),
     "convert_hf_to_fp8": (parse_with(convert_hf_to_fp8.build_parser), FOLDERS, ["--max-workers"]),
     "convert_hf_to_int4_direct": (

@@ -1,4 +1,4 @@
-"""``slime check`` knows what a plug-in is, and tries tools and environments as well as hooks."""
+"""``slime check`` recognizes plug-ins, and tries tools and environments as well as hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversion commands of the documents: which process gets which layers, and that all their flags are accepted."""
+"""The documents' conversion commands: which process gets which layers, and that all flags are accepted."""
 
 from __future__ import annotations
 

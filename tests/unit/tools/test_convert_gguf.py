@@ -1,4 +1,4 @@
-"""A GGUF file becomes a Hugging Face folder: every tensor by the format's definition, every token by plain BPE."""
+"""Converting GGUF to a Hugging Face folder: every tensor by the format's definition, every token by plain BPE."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ AWKWARD = [
 
 SPACE = "\u2581"
 PIECES = [f"{SPACE}t", "he", f"{SPACE}the", "12", f"{SPACE}1", "ll", "\u4f60\u597d", "do", "n'"]
-"""What merges make, the best first."""
+"""Results of merges, best first."""
 WHOLE = ["\n\n", "  ", "   ", "<b>"]
-"""Taken from the text before anything merges; a special token is not among them."""
+"""Split off the text before any merge; not special tokens."""
 CHARACTERS = sorted({*"".join(PIECES), *"abcdefghijklmnopqrstuvwxyz.,'<>\n"})
 SPM_SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]
 SPM = [*SPM_SPECIAL, *WHOLE, *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES, *CHARACTERS]
 
 
 def write_tokenizer(writer: GGUFWriter, model: str, pre: str) -> None:
-    """A vocabulary, with the kinds of its tokens: byte-level BPE, or SentencePiece's by scores."""
+    """A vocabulary and the kinds of its tokens: byte-level BPE, or SentencePiece with scores."""
     writer.add_tokenizer_model(model), writer.add_tokenizer_pre(pre)
     if model == "llama":
         kinds = [TokenType.CONTROL] * 4 + [TokenType.USER_DEFINED] * len(WHOLE) + [TokenType.BYTE] * 256
@@ -112,7 +112,7 @@ def write_gguf(
 
 
 def encode(values: np.ndarray, kind: Kind, rng: np.random.Generator) -> np.ndarray:
-    """The bytes of a tensor; of the two kinds that the package does not write any bytes, with small scales."""
+    """The bytes of a tensor; for the two kinds that the package cannot write, random bytes with small scales."""
     if kind not in SCALES:
         return quantize(values, kind)
     first, size = SCALES[kind]
@@ -128,7 +128,7 @@ SCALES = {Kind.Q4_K: (0, 144), Kind.Q6_K: (208, 210)}
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "gemma3"])
 def pair(request, tmp_path_factory):
-    """A file, and the folder that the command made of it."""
+    """A GGUF file, and the folder that the command made of it."""
     folder, model = tmp_path_factory.mktemp("gguf"), "llama" if request.param == "gemma3" else "gpt2"
     pre = "smollm" if request.param == "llama" else request.param
     write_gguf(folder / "model.gguf", architecture=request.param, pre=pre, model=model)
@@ -137,7 +137,7 @@ def pair(request, tmp_path_factory):
 
 
 def q4_k(blocks: np.ndarray) -> np.ndarray:
-    """256 numbers ``d s q - dmin m`` of 8 groups, whose 6-bit s and m lie in 12 bytes."""
+    """256 numbers ``d s q - dmin m`` in 8 groups, whose 6-bit s and m are packed into 12 bytes."""
     d, dmin = blocks[:, :4].copy().view(np.float16).astype(np.float32).T[:, :, None]
     packed, low = blocks[:, 4:16].astype(int), blocks[:, 16:].reshape(-1, 4, 32)
     scales = [packed[:, j] & 63 for j in range(4)]
@@ -150,7 +150,7 @@ def q4_k(blocks: np.ndarray) -> np.ndarray:
 
 
 def q6_k(blocks: np.ndarray) -> np.ndarray:
-    """256 numbers ``d s (q - 32)``: 4 bits and 2 bits of q apart, a signed scale for each 16."""
+    """256 numbers ``d s (q - 32)``: 4 and 2 bits of q stored separately, a signed scale for each 16."""
     low, high = blocks[:, :128].reshape(-1, 2, 2, 32), blocks[:, 128:192].reshape(-1, 2, 32)
     scales, d = blocks[:, 192:208].copy().view(np.int8), blocks[:, 208:].copy().view(np.float16)
     q = [
@@ -186,7 +186,7 @@ def by_definition(tensor) -> np.ndarray:
 
 
 def hf_order(rows: np.ndarray, heads: int) -> np.ndarray:
-    """GGUF has the two rows of a rotated pair side by side; Hugging Face has them half a head apart."""
+    """GGUF stores the two rows of a rotated pair side by side; Hugging Face stores them half a head apart."""
     return np.concatenate([np.concatenate([head[0::2], head[1::2]]) for head in np.split(rows, heads)])
 
 
@@ -210,13 +210,13 @@ def test_every_tensor_is_what_its_bytes_say(pair):
         if architecture == "llama" and name in ("attn_q", "attn_k"):
             wanted = hf_order(wanted, HEADS if name == "attn_q" else KV_HEADS)
         if architecture == "gemma3_text" and name.endswith("norm"):
-            wanted = wanted - 1  # the file has what a norm multiplies by
+            wanted = wanted - 1  # the file holds the norm's multiplier
         assert torch.equal(written.pop(hf_name), torch.from_numpy(wanted)), tensor.name
     assert written == {}
 
 
 def merge(piece: str) -> list[str]:
-    """Byte-level BPE by its definition: the best-ranked pair first, again and again."""
+    """Byte-level BPE by its definition: merge the best-ranked pair first, repeatedly."""
     parts = [BYTES[byte] for byte in piece.encode()]
     while True:
         ranks = {
@@ -231,7 +231,7 @@ def merge(piece: str) -> list[str]:
 
 
 def spm_ids(text: str) -> list[int]:
-    """Whole tokens, the longest first; then the pair of the best score merges, again and again; bytes for the rest."""
+    """Whole tokens, longest first; then repeatedly merge the pair with the best score; bytes for the rest."""
     whole, ids = sorted(SPM_SPECIAL + WHOLE, key=len, reverse=True), []
     for stretch in regex.split("(" + "|".join(map(regex.escape, whole)) + ")", text):
         parts = [stretch] if stretch in whole else list(stretch.replace(" ", SPACE))
@@ -249,11 +249,11 @@ CUTS = {
     "qwen2": [r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
               r"|\s+(?!\S)|\s+"],
 }  # fmt: skip
-"""Patterns that cut a text, one after the other; the first leaves what lies between."""
+"""Patterns that split a text, one after the other; the first keeps what is between its matches."""
 
 
 def plain_ids(text: str, pre: str) -> list[int]:
-    """Special tokens, then the cuts: SmolLM2's are each digit alone and GPT-2's, Qwen's are one pattern."""
+    """Special tokens, then the splits: SmolLM2's are single digits and GPT-2's, Qwen's are one pattern."""
     ids = []
     for stretch in regex.split("(" + "|".join(map(regex.escape, SPECIAL)) + ")", text):
         if stretch in SPECIAL:
@@ -271,7 +271,7 @@ def test_every_text_has_the_tokens_of_plain_merging(pair, text):
     tokenizer = AutoTokenizer.from_pretrained(pair[1])
     model_type = AutoConfig.from_pretrained(pair[1]).model_type
     if model_type == "qwen2":
-        text = unicodedata.normalize("NFC", text)  # transformers' class does so for any Qwen2
+        text = unicodedata.normalize("NFC", text)  # transformers' class does so for every Qwen2
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert ids == (
         spm_ids(text)

@@ -1,4 +1,4 @@
-"""``slime doctor``: a line for each check, and what its measurements mean."""
+"""``slime doctor``: one line per check, and the meaning of its measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_where_a_job_listens_is_listed(host, verdict, monkeypatch):
         process = psutil.Process()
         process.info = {"cmdline": ["python", "-m", "slime.backends.sglang_utils.router_main"]}
         port = server.getsockname()[1]
-        # Other tests of this process may have left sockets of their own.
+        # Other tests of this process may have left open sockets.
         own = [each for each in process.net_connections("tcp") if each.laddr.port == port]
         monkeypatch.setattr(process, "net_connections", lambda kind: own)
         with monkeypatch.context() as patches:

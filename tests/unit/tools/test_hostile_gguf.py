@@ -1,4 +1,4 @@
-"""GGUF files that are cut, or say what cannot be: one message each, before transformers opens them."""
+"""Truncated and inconsistent GGUF files: one message each, before transformers opens them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.unit.tools.test_convert_gguf import VOCAB, write_gguf
 from tools.convert_gguf_to_hf import check_is_supported, convert
 from tools.gguf_header import read_gguf_header
 
-pytestmark = pytest.mark.timeout(30)  # a read that has no end fails
+pytestmark = pytest.mark.timeout(30)  # an endless read fails
 
 BIG = 1 << 60
 HEADER = 10_000
-"""Bytes of the good file that are about as many as its header has."""
+"""Roughly the number of bytes in the good file's header."""
 TEXT, ARRAY, UINT32, UINT64 = 8, 9, 4, 10
 
 
@@ -83,7 +83,7 @@ def test_a_file_that_is_cut_anywhere_is_named(good, tmp_path):
         *range(0, HEADER, 7),
         *range(HEADER, len(data) - 32, 997),
         len(data) - 33,
-    ]:  # the last 32 fill a place up
+    ]:  # the last 32 are padding
         cut.write_bytes(data[:length])
         with pytest.raises(ConfigError, match=r"x\.gguf is no GGUF file"):
             read_gguf_header(cut)

@@ -1,4 +1,4 @@
-"""Checkpoints on disk, one parameter after the other, whoever wrote them."""
+"""Checkpoints on disk, read parameter by parameter, whoever wrote them."""
 
 from __future__ import annotations
 

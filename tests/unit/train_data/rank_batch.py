@@ -8,7 +8,7 @@ from slime.train_data.columns import RankBatch
 
 
 def one_rank(**columns: Any) -> RankBatch:
-    """All samples in one micro-batch of one step, each a rollout of its own, whatever else ``columns`` hold."""
+    """All samples in one micro-batch of one step, each its own rollout, with any further ``columns``."""
     num_samples = len(columns["tokens"])
     return RankBatch.from_dict(
         {

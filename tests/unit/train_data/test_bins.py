@@ -35,7 +35,7 @@ def test_differencing_matches_golden_parts(weights, k, equal_size, parts):
 
 
 def plain_karmarkar_karp(weights, k, equal_size):
-    """All k subsets of every state, empty ones too; the two states that come first are found by sorting all."""
+    """Each state holds all k subsets, including empty ones; sorting all states finds the next two."""
     order = sorted(range(len(weights)), key=lambda index: (weights[index], index))
     chunks = [order[i : i + k] for i in range(0, len(order), k)] if equal_size else [[i] for i in range(len(weights))]
     states = []
@@ -67,7 +67,7 @@ def test_parts_that_cannot_be_filled_are_refused(count, k, equal_size):
 
 def test_heaviest_bins_are_split_until_there_are_enough():
     lengths = [10, 20, 30, 40]
-    # [2, 3] is heaviest: 40 stays in place, 30 goes to the end
+    # [2, 3] is heaviest: 40 stays in place, 30 moves to the end
     assert split_until([[0, 1], [2, 3]], lengths, 3) == [[0, 1], [3], [2]]
     assert split_until([[0, 1], [2, 3]], lengths, 4) == [[1], [3], [2], [0]]
 

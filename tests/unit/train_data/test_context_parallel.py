@@ -1,4 +1,4 @@
-"""Zigzag and all-gather index arithmetic, by hand and as round trips; packing of tokens and masks."""
+"""Zigzag and all-gather index arithmetic, by hand and in round trips; packing of tokens and masks."""
 
 import pytest
 import torch

@@ -150,7 +150,7 @@ def test_columns_of_tensors_travel_as_one_array_each_and_may_be_written_to():
     many = convert([sample(index) for index in range(200)])
     everything = DPSchedule([list(range(200))], [[[*range(200)]]], [1], [200])
     (rank,) = split_by_rank(many, everything)
-    assert len(cloudpickle.dumps(rank)) < 30_000  # 10,400 of numbers; a tensor alone has 400 bytes around it
+    assert len(cloudpickle.dumps(rank)) < 30_000  # 10,400 bytes of numbers; a tensor alone adds 400 bytes
 
 
 @pytest.mark.parametrize("mask", [[1, 0, 1], [True, False, True], [1, 300, 1], [0, -1, 1], [1.0, 0.0, 1.0]])

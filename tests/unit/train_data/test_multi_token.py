@@ -1,4 +1,4 @@
-"""Shifted tokens and targets of multi-token prediction, against the positions counted by hand and one by one."""
+"""Shifted tokens and targets of multi-token prediction, against positions counted by hand and one by one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MASKS = [torch.tensor([1, 0, 1]), torch.tensor([1, 1])]
 def test_inputs_and_targets_by_hand():
     first, second = multi_token_depths(2, TOKENS, MASKS, [4.0, 2.0], PackingConfig())
     assert first.input_ids.tolist() == [[11, 12, 13, 14, 0, 21, 22, 0]]
-    # Position 0 predicts token 2, the first of the response; the one-token prompt of the second sequence leaves only
-    # its token 2 within reach.
+    # Position 0 predicts token 2, the response's first; the second sequence's prompt has one token, so only its
+    # token 2 is within reach.
     assert first.row_R.tolist() == [0, 1, 2, 5]
     assert first.target_R.tolist() == [12, 13, 14, 22]
     assert first.weight_R.tolist() == [0.25, 0.0, 0.25, 0.5]
@@ -44,7 +44,7 @@ def test_the_ranks_together_predict_every_token_once_from_where_it_can_be_predic
     sequences = [torch.randint(1, 999, (prompt + response,)) for prompt, response in lengths]
     masks = [torch.randint(0, 2, (response,)) for _, response in lengths]
     denominators = [float(index + 1) for index in range(len(lengths))]
-    # The sequence and the position under every row of every rank.
+    # The sequence and position of every row on every rank.
     origin = [torch.arange(len(sequence)) + 1000 * index for index, sequence in enumerate(sequences)]
     for number in range(3):
         found = []

@@ -1,4 +1,4 @@
-"""Group normalisation of rewards."""
+"""Group normalization of rewards."""
 
 import pytest
 
@@ -76,7 +76,7 @@ def test_groups_are_told_by_their_ids_wherever_their_samples_stand():
 
 
 def test_uneven_and_filtered_groups_keep_to_themselves():
-    # Upstream takes five samples of three prompts for one group of five, whose mean is 4.
+    # The original treats five samples of three prompts as one group of five, whose mean is 4.
     rewards, ids = [1, 0, 9, 4, 6], [0, 0, 1, 2, 2]
     settings = {"n_samples_per_prompt": 2, "rollout_batch_size": 4, "grpo_std_normalization": False}
     assert normalise(rewards, **settings, group_ids=ids) == [0.5, -0.5, 0.0, -1.0, 1.0]
@@ -92,7 +92,7 @@ def test_a_rollout_counts_once_however_many_samples_it_was_cut_into():
     whole = normalise([1, 0], n_samples_per_prompt=2, group_ids=[0, 0])
     cut = normalise([1, 1, 1, 0], n_samples_per_prompt=2, group_ids=[0] * 4, rollout_ids=[5, 5, 5, 6])
     assert cut == pytest.approx([whole[0]] * 3 + [whole[1]])
-    # Samples of one rollout with rewards of their own: its reward is their mean, 2; the group's mean is 1.
+    # Samples of one rollout with different rewards: the rollout's reward is their mean, 2; the group's mean is 1.
     own = {"n_samples_per_prompt": 2, "grpo_std_normalization": False, "group_ids": [0] * 3, "rollout_ids": [5, 5, 6]}
     assert normalise([1, 3, 0], **own) == [0.0, 2.0, -1.0]
 

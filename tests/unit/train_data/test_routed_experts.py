@@ -1,4 +1,4 @@
-"""Routing of samples: what is refused, which rows a sample needs, and where each row ends up in the packed stream."""
+"""Routing of samples: refusals, the rows that a sample needs, and each row's place in the packed stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOE_LAYERS = (0, 2)
 
 
 def rows(count: int, seed: int = 0) -> torch.Tensor:
-    """[count, 3, 2] int32: different experts in every row, zeros in the dense layer as an engine sends them."""
+    """[count, 3, 2] int32: different experts in every row; zeros in the dense layer, as engines send."""
     generator = torch.Generator().manual_seed(seed)
     result = torch.rand(count, 3, 6, generator=generator).topk(2).indices.int()
     result[:, 1] = 0
@@ -104,7 +104,7 @@ def samples() -> list[torch.Tensor]:
 
 
 def expected_stream(pieces: list[torch.Tensor], total: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [2, total, 2] of the layers with experts, and which slots have routing of their own."""
+    """Ids [2, total, 2] of the layers with experts, and which slots have routing."""
     known = torch.cat(pieces)
     known = torch.cat([known, torch.full((total - len(known), 3, 2), -9, dtype=known.dtype)])
     return known[:, list(MOE_LAYERS)].transpose(0, 1), known[:, 0, 0] != -9

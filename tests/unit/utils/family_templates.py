@@ -1,6 +1,6 @@
-"""Chat templates with the structure of every supported family, in small, and tokenizers that have them.
+"""Small chat templates with the structure of every supported family's, and tokenizers that use them.
 
-Each shows roles, ends of turns, calls, answers of tools, reasoning and refusals as the family's own template does.
+Each has the family's roles, ends of turns, calls, tool answers, reasoning and refusals.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 class Family(NamedTuple):
-    """A template, its special tokens (the first one is eos), and what the model draws at the end of its turns."""
+    """A template, its special tokens (the first is eos), and what the model generates at the end of its turns."""
 
     template: str
     special: tuple[str, ...]
@@ -44,7 +44,7 @@ QWEN2_5 = (
     "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# Reasoning is kept behind the last question, where the last turn has an empty block if it has none.
+# Reasoning is kept after the last question; if the last turn has none, it gets an empty block.
 QWEN3 = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% if tools %}<|im_start|>system\n" + _TOOLS + "<|im_end|>\n{% endif %}"
@@ -59,7 +59,7 @@ QWEN3 = (
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 
-# The prompt opens the thinking; parameters are written as XML; a conversation needs a question.
+# The prompt opens the thinking block; parameters are XML; a conversation needs a question.
 QWEN3_5 = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% if ns.last < 0 %}{{ raise_exception('No user query found in messages.') }}{% endif %}"
@@ -75,7 +75,7 @@ QWEN3_5 = (
     "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}"
 )
 
-# No end of a turn: the role that follows ends it.
+# Turns have no end token; the next role ends them.
 _GLM = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 GLM4 = (
     "[gMASK]<sop>{% if tools %}<|system|>\n" + _TOOLS + "{% endif %}{% for m in messages %}"
@@ -96,7 +96,7 @@ GLM4_5 = (
     "{% if enable_thinking is defined and not enable_thinking %}\n<think></think>{% endif %}{% endif %}"
 )
 
-# Arguments are joined to other text; behind the answer of a tool no header follows; old reasoning is dropped.
+# Arguments are joined to other text; no header follows a tool answer; old reasoning is dropped.
 _DEEPSEEK = tuple(
     f"<\uff5c{name}\uff5c>"
     for name in (
@@ -156,7 +156,7 @@ MINIMAX = (
     "{% if add_generation_prompt %}]~b]ai\n<think>\n{% endif %}"
 )
 
-# The last turn ends otherwise than those before; an answer of a tool needs its call, which names the tool.
+# The last turn ends differently; a tool answer needs its call, which names the tool.
 GPT_OSS = (
     "{% set ns = namespace(call=none) %}{% for m in messages %}{% if m.role == 'assistant' %}"
     "{% if m.tool_calls %}{% if m.content %}<|start|>assistant<|channel|>analysis<|message|>{{ m.content }}<|end|>"
@@ -172,7 +172,7 @@ GPT_OSS = (
 )
 _HARMONY = ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>")
 
-# Tools stand in the first question; one call a turn, whose content is left out.
+# Tools are listed in the first question; one call per turn, whose content is dropped.
 _LLAMA = ("<|eot_id|>", "<|eom_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>")
 LLAMA3 = (
     "<|begin_of_text|>{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
@@ -184,7 +184,7 @@ LLAMA3 = (
     "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 
-# Two turns of one role are refused; the system message is part of the first question; no tools.
+# Consecutive turns of one role are refused; the system message is part of the first question; no tools.
 GEMMA3 = (
     "<bos>{% if messages[0].role == 'system' %}{% set said = messages[0].content + '\n\n' %}"
     "{% set turns = messages[1:] %}{% else %}{% set said = '' %}{% set turns = messages %}{% endif %}"
@@ -195,7 +195,7 @@ GEMMA3 = (
 )
 _GEMMA = ("<end_of_turn>", "<start_of_turn>", "<bos>", "<eos>")
 
-# The same, and no header of the answer; tools stand before the last question; ids have nine letters.
+# The same, without a header of the answer; tools are listed before the last question; ids have nine letters.
 MISTRAL = (
     "{% set ns = namespace(index=0, last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% if m.role != 'tool' and not m.tool_calls and m.role != 'system' %}"
@@ -216,11 +216,11 @@ _MISTRAL = (
 )
 
 FAMILIES = {
-    "qwen2.5": Family(QWEN2_5, _CHATML, "<|im_end|>", "<|im_end|>"),  # MiMo's is like it
+    "qwen2.5": Family(QWEN2_5, _CHATML, "<|im_end|>", "<|im_end|>"),  # MiMo's is similar
     "qwen3": Family(QWEN3, _CHATML, "<|im_end|>", "<|im_end|>"),
     "qwen3.5": Family(QWEN3_5, _CHATML, "<|im_end|>", "<|im_end|>"),
     "glm4": Family(GLM4, _GLM, "<|user|>", "<|observation|>"),
-    "glm4.5": Family(GLM4_5, _GLM, "<|user|>", "<|observation|>"),  # those of 4.7 and 5 are like it
+    "glm4.5": Family(GLM4_5, _GLM, "<|user|>", "<|observation|>"),  # 4.7's and 5's are similar
     "deepseek-v3": Family(_deepseek(""), _DEEPSEEK, _E, _E),
     "deepseek-r1": Family(_deepseek("<think>\n"), _DEEPSEEK, _E, _E),
     "kimi": Family(KIMI, _KIMI, "<|im_end|>", "<|im_end|>"),

@@ -1,4 +1,4 @@
-"""The names through which plug-ins reach the accelerator and its memory, on a machine without one."""
+"""The functions through which plug-ins use the accelerator and its memory, on a machine without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An application in its own thread: it listens when the call returns, stops, and says why it cannot start."""
+"""An application in its own thread: it listens when the call returns, stops, and reports why it cannot start."""
 
 from __future__ import annotations
 

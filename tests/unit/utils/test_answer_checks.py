@@ -1,4 +1,4 @@
-"""An engine's answer that would train in silence is refused, with the field and its value."""
+"""An engine's answer that would silently train on errors is refused, with the field and its value."""
 
 from __future__ import annotations
 

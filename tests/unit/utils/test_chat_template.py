@@ -1,4 +1,4 @@
-"""What chat templates of every family get, and what they write around drawn turns."""
+"""Inputs of chat templates of every family, and the text that they add around generated turns."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_arguments_are_an_object_also_where_a_row_has_them_as_json_text(name):
     assert next(of_rows) == next(of_rows)
 
 
-# What follows a drawn turn
+# The text after a generated turn
 
 
 def between(name, messages, end, **kwargs):
@@ -63,7 +63,7 @@ def test_the_answer_of_a_tool_follows_a_drawn_call_as_the_template_renders_it(na
     whole = apply_chat_template(tokenizer, [USER, calls({"a": 2}), answer()], add_generation_prompt=True)
     turn = head.rstrip("\n") + (family.call_end if not head.rstrip("\n").endswith(family.call_end) else "")
     rest = between(name, [{"role": "tool", "name": "add", "content": "5"}], family.call_end)
-    if name in ("qwen3", "qwen3.5"):  # reasoning of an earlier turn is not rendered again
+    if name in ("qwen3", "qwen3.5"):  # reasoning of an earlier turn is not rendered
         assert whole.endswith(rest)
     else:
         assert turn + rest == whole
@@ -91,7 +91,7 @@ def test_a_turn_that_another_token_ended_is_not_ended_once_more():
     assert between("llama3", [{"role": "tool", "content": "5"}], "<|eom_id|>") == rest
     assert between("llama3", [{"role": "tool", "content": "5"}], "<|eot_id|>") == rest
     assert between("llama3", [{"role": "tool", "content": "5"}], "") == "<|eot_id|>" + rest
-    # Of a family without an end the token that was drawn stays, and the next role begins.
+    # In a family without an end token, the generated token stays, and the next role begins.
     assert between("glm4", [{"role": "tool", "content": "5"}], "<|user|>").startswith("<|observation|>\n5")
 
 

@@ -1,4 +1,4 @@
-"""The store over which ranks meet."""
+"""The store through which ranks meet."""
 
 import socket
 from datetime import timedelta
@@ -34,7 +34,7 @@ def test_a_port_is_held_until_its_store_is_opened(monkeypatch):
     assert first <= port < other
     with pytest.raises(OSError, match="in use"):
         socket.create_server(("127.0.0.1", port))
-    with pytest.raises(ConnectionRefusedError):  # the others' time-out for the store goes on
+    with pytest.raises(ConnectionRefusedError):  # other ranks keep waiting until the store's timeout
         socket.create_connection(("127.0.0.1", port), timeout=10)
     store = open_store("127.0.0.1", port, rank=0, world_size=1, timeout=LIMIT["timeout"])
     store.set("word", "given")
@@ -53,4 +53,4 @@ def test_under_torchrun_ranks_meet_at_the_store_of_the_launcher(monkeypatch):
     assert first.get("word") == b"given"
     assert launcher.num_keys() > 0
     other = get_free_port(24800)
-    assert open_store("127.0.0.1", other, rank=0, **LIMIT).port == other  # a group's own store is served as ever
+    assert open_store("127.0.0.1", other, rank=0, **LIMIT).port == other  # a group's own store is unaffected

@@ -1,4 +1,4 @@
-"""GPUs among those that a process can see."""
+"""GPUs visible to a process."""
 
 import pytest
 
@@ -21,10 +21,10 @@ def test_a_trainer_rank_takes_the_place_of_its_gpu_among_the_visible_ones(monkey
     from slime.ray.train_actor import TrainRayActor
 
     class Worker(TrainWorker):
-        """Without what a trainer is for."""
+        """A worker without a trainer's work."""
 
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "")  # put back after the test
+        monkeypatch.setenv(name, "")  # restored after the test
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     Worker.__abstractmethods__ = frozenset()
     rank = TrainRayActor(Worker)

@@ -1,4 +1,4 @@
-"""Files of others, JSON of others, folders of one user."""
+"""Untrusted files, untrusted JSON, and folders of one user."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slime.utils.files import parse_object, read_model_type, read_object, read_o
 from slime.weights.file_digests import FolderDigests
 from slime.weights.stored_tensors import read_header, read_layout
 
-pytestmark = pytest.mark.timeout(30)  # a read that has no end fails
+pytestmark = pytest.mark.timeout(30)  # an endless read fails
 
 
 def link_outside(path: Path) -> None:
@@ -82,7 +82,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_file_of_its_folder_is_one_error_at_once(reader, kind, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
     path = Path("f") / "file"
     path.parent.mkdir()
     if reader == "a position":
@@ -111,7 +111,7 @@ def test_a_link_inside_of_the_folder_and_a_linked_folder_are_read(tmp_path):
 
 
 def hub_cache(folder: Path) -> Path:
-    """A model as the hub's client keeps it: files are links to ``blobs``, two folders above."""
+    """A model as the hub's client stores it: files are links to ``blobs``, two folders above."""
     snapshot, blobs = folder / "models--a--b/snapshots/0123", folder / "models--a--b/blobs"
     (snapshot / "sub").mkdir(parents=True), blobs.mkdir()
     save_file({"a": torch.ones(2)}, blobs / "w")
@@ -187,7 +187,7 @@ def mode_of(path: Path) -> int:
 def test_all_processes_of_a_user_share_one_folder_that_nobody_else_enters(temp):
     mine = temp / f"slime-{os.getuid()}"
     assert files.user_folder() == files.user_folder() == mine and mode_of(mine) == 0o700
-    mine.chmod(0o775)  # as earlier versions made it
+    mine.chmod(0o775)  # mode of earlier versions
     assert mode_of(files.user_folder()) == 0o700
 
 

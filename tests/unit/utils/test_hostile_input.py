@@ -1,4 +1,4 @@
-"""Hostile and broken files, answers, plug-ins and environments: each ends in one clear error, at once."""
+"""Hostile and broken files, answers, plug-ins and environment variables: each ends at once in one clear error."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from slime.utils.sglang_meta import problem_with_answer
 from slime.weights.file_digests import FolderDigests
 from slime.weights.stored_tensors import read_layout
 
-pytestmark = pytest.mark.timeout(30)  # a read that has no end fails
+pytestmark = pytest.mark.timeout(30)  # an endless read fails
 
 DEEP, DIGITS = "[" * 100_000, "9" * 5000
 ODD = {
     "a list": [1], "a text": "x", "a negative number": -1, "a fraction": 1.5, "true": True, "an object": {"a": 1},
     "a large number": 10**30, "nested lists": [[[]]],
 }  # fmt: skip
-"""In the place of a value of another type."""
+"""Replacements for a value of another type."""
 
 
 def one_line(call: Callable[[], Any]) -> str:

@@ -1,4 +1,4 @@
-"""What plug-ins return and leave behind, of every other kind: one clear error, before it trains or is lost."""
+"""Wrong results and side effects of plug-ins: one clear error each, before anything trains or is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAY_BE = {
     "num_untrained_calls": WHOLE,
     "non_generation_time": [*REAL, *WHOLE, "not a number"], "loss_mask": ["a tensor of two"],
 }  # fmt: skip
-"""Fields that nobody reads here, or that say what they like; and values that other fields may have."""
+"""Fields that slime does not read or that may hold anything; and valid values of other fields."""
 ALWAYS = ("nothing", "an object", "a text", "true", "a large number")
 
 
@@ -46,7 +46,7 @@ def sample(index: int) -> Sample:
 
 
 def to_ranks(samples: list[Sample]) -> None:
-    """The way of a rollout's samples to the ranks of the trainer."""
+    """Pass a rollout's samples to the trainer's ranks."""
     check_samples([samples], "generate returned")
     batch = samples_to_train_data(samples, [each.reward for each in samples], [each.reward for each in samples])
     schedule = build_dp_schedule(

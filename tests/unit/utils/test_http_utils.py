@@ -1,4 +1,4 @@
-"""The HTTP client against a server of a few lines on this machine."""
+"""The HTTP client against a minimal local server."""
 
 import asyncio
 from argparse import Namespace
@@ -20,7 +20,7 @@ def quick_retries(monkeypatch):
 
 
 class Server:
-    """Answers from a list, one answer a request, and remembers the requests."""
+    """Answers requests from a list, and records them."""
 
     def __init__(self, answers):
         self.answers = list(answers)
@@ -40,7 +40,7 @@ class Server:
 
 
 def talk(answers, conversation):
-    """Run ``conversation(url)`` against a server with these answers; its result and the server."""
+    """Run ``conversation(url)`` against a server with these answers; return its result and the server."""
 
     async def main():
         server = Server(answers)
@@ -90,7 +90,7 @@ def test_a_router_without_engines_is_waited_for_where_these_are_replaced(code, m
     )
     result, server = ask(max_retries=1)
     assert result == {} and len(server.seen) == 7
-    monkeypatch.setattr(http_utils, "RETRY_WAIT_S", 20.0)  # no attempt is under way when the deadline comes
+    monkeypatch.setattr(http_utils, "RETRY_WAIT_S", 20.0)  # no attempt is running when the deadline comes
     with pytest.raises(EngineError, match=rf"deadline 10 s, 60 retries.*status 503: .*{code}"):
         ask(timeout_s=10.0)
 

@@ -1,4 +1,4 @@
-"""Loss masks against conversations rendered in full, with a byte-level tokenizer and templates of three kinds."""
+"""Loss masks against fully rendered conversations, with a byte-level tokenizer and three kinds of templates."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -16,7 +16,7 @@ PLAIN = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# A system block of its own when there is none, tools in it, neighbouring tool answers in one user turn.
+# Adds a system block if there is none, with the tools; consecutive tool answers share one user turn.
 WITH_SYSTEM = (
     "{% if messages[0].role == 'system' %}{% set head = messages[0].content %}{% else %}{% set head = 'Be good.' %}"
     "{% endif %}<|im_start|>system\n{{ head }}{% if tools %}\nTools: {{ tools | tojson }}{% endif %}<|im_end|>\n"
@@ -29,7 +29,7 @@ WITH_SYSTEM = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# Assistant turns after the last user message carry a think block, earlier ones do not.
+# Assistant turns after the last user message have a think block; earlier ones do not.
 THINKING = (
     "{% set ns = namespace(last=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -186,7 +186,7 @@ BRIEF = {"role": "system", "content": "Be brief."}
 
 
 def conversation(name):
-    """A conversation with a call, and an answer without; what the assistant says in it."""
+    """A conversation with a call and an answer without one; and the assistant's text in it."""
     asked = [BRIEF, ask("2+3?")] if name != "mistral" else [ask("2+3?")]
     if name in WITHOUT_TOOLS:
         return [*asked, say("Five."), ask("Sure?"), say("Yes.")], ["Five.", "Yes."]

@@ -1,4 +1,4 @@
-"""The small tools that plug-ins import."""
+"""Helper functions that plug-ins import."""
 
 import collections
 import socket

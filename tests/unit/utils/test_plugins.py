@@ -1,4 +1,4 @@
-"""What a plug-in does wrong is said with its flag, its path, the sample, and its own frames."""
+"""Errors of plug-ins name the flag, the path, the sample, and the plug-in's own frames."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_an_image_travels_as_a_png_and_comes_back(tmp_path):
 
 
 def spellings(source):
-    """Parts that some reader of messages takes for the image at ``source``."""
+    """Message parts that some reader takes for the image at ``source``."""
     yield from ({"type": kind, key: source} for kind in ("image", "image_url") for key in ("image", "image_url"))
     yield from ({key: source} for key in ("image", "image_url"))
     yield from ({"type": "text", "text": "", key: source} for key in ("image", "image_url"))
@@ -86,7 +86,7 @@ def test_videos_and_sounds_are_refused_however_they_are_spelt(kind, is_typed):
 
 @pytest.fixture
 def folder_with_code(tmp_path):
-    """A model's folder whose tokenizer is a class of its own, which leaves a mark when it is imported."""
+    """A model folder with a custom tokenizer class, which leaves a mark when it is imported."""
     mark = tmp_path / "mark"
     (tmp_path / "own.py").write_text(
         f"from pathlib import Path\nfrom transformers import PreTrainedTokenizer\nPath({str(mark)!r}).touch()\n"
@@ -151,7 +151,7 @@ FRAMES = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
         ("data:image/png;base64,@@@", "is not base64"),
         ("no/such.png", "'no/such.png' of a prompt cannot be opened"),
         ("\ud800.png", "of a prompt cannot be opened"),
-        ("/dev/null", "'/dev/null' of a prompt cannot be opened"),  # others of its kind never end
+        ("/dev/null", "'/dev/null' of a prompt cannot be opened"),  # similar devices never end
         ("http://[x/y.png", "cannot be fetched"),
         (7, "An image of a prompt is '7'; it must be"),
         ({"format": "processor_output"}, "An image of a prompt is .{'format': 'processor_output'}.; it must be"),

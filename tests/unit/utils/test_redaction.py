@@ -1,4 +1,4 @@
-"""No secret is written down: not by name, not by form, not in any nesting, in no file and no log line."""
+"""No secret is written to any file or log line: not by name, not by form, not at any nesting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime.observability import telemetry, text_log
 from slime.utils.redaction import REDACTED, redacted, redacted_text, redacted_words
 
 KEY = "k3yOfNobody42"
-"""Has no form of its own: it is found by the name of its place."""
+"""Has no recognizable form; found by the name of its place."""
 FORMS = {
     "hugging face": "hf_" + "AbCdEfGhIj" * 3,
     "openai": "sk-proj-Ab12Cd34Ef56Gh78",
@@ -84,7 +84,7 @@ SECRETS = (KEY, *(form.split()[-1].split("/")[-1] for form in FORMS.values()))
 
 @pytest.fixture
 def args(tmp_path, monkeypatch):
-    """Arguments with a secret in every place, in the words of the command line and the environment too."""
+    """Arguments with a secret in every place, including the command line and the environment."""
     values = {f"{name}_{number}" if name.islower() else name: v for number, (name, v) in enumerate(PLACES.values())}
     values = {name.replace("wandb_key_0", "wandb_key"): value for name, value in values.items()}
     words = [f"--{name}={value}" for name, value in PLACES.values() if isinstance(value, str)]

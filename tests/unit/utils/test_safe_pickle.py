@@ -1,4 +1,4 @@
-"""Pickles from strangers: data comes through whole, and no code of theirs is run."""
+"""Untrusted pickles: data loads completely, and none of their code runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Calls:
 
 
 class Mine:
-    """A class of somebody's."""
+    """A user-defined class."""
 
     def __init__(self):
         self.value = 3
@@ -135,7 +135,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def nested(levels: int) -> bytes:
-    """A list of ten times one list of ten times ...: a few bytes each, and 10**levels items for who walks over it."""
+    """A list of ten times one list of ten times ...: a few bytes each, but 10**levels items to traverse."""
     code = b"\x80\x04]q\x00"
     for level in range(levels):
         code += b"](" + (b"h" + bytes([level])) * 10 + b"eq" + bytes([level + 1])
@@ -143,7 +143,7 @@ def nested(levels: int) -> bytes:
 
 
 def tensor_code(size: bytes, stride: bytes = b"(I1\nt", num_elements: int = 4) -> bytes:
-    """What ``torch.save`` writes of a tensor, with other numbers."""
+    """The pickle that ``torch.save`` writes for a tensor, with other numbers."""
     storage = b"(S'storage'\nctorch\nFloatStorage\nS'0'\nS'cpu'\nI%d\ntQ" % num_elements
     return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"I0\n" + size + stride + b"I00\nNtR."
 
@@ -214,7 +214,7 @@ OPERATIONS = {
 
 @pytest.fixture
 def memory():
-    """A load that takes more than four GiB beyond what is there fails."""
+    """Makes loads fail that take more than four GiB beyond the current memory."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + (4 << 30), before[1]))

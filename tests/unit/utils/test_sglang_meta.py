@@ -1,4 +1,4 @@
-"""Answers of ``/generate`` are read the fast way exactly as the ordinary way reads them."""
+"""The fast decoder of ``/generate`` answers gives the same result as ordinary decoding."""
 
 import base64
 import json
@@ -37,7 +37,7 @@ def test_the_fast_way_is_taken_where_it_can_be_and_slices_stay_columns():
 @pytest.mark.parametrize(
     "body",
     [
-        json.dumps(answer(ENTRIES)).encode(),  # blanks between values
+        json.dumps(answer(ENTRIES)).encode(),  # spaces between values
         compact(answer([[-0.5, 7, "],["], [-0.5, 8, "b"]])),
         compact(answer([[-0.5, 7, None, 1], [-0.5, 8, None, 2]])),
         compact(answer([[-0.5, 7, None], [-0.5]])),

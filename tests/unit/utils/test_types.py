@@ -1,4 +1,4 @@
-"""Sample: how a response grows, what it refuses, how it travels."""
+"""Sample: how a response grows, what it refuses, how it is serialized."""
 
 import base64
 import copy
@@ -117,7 +117,7 @@ def test_the_finish_reason_sets_status_version_and_cache_counts(reason, status):
 
 
 def test_lists_grow_in_place_for_whoever_holds_them():
-    """Tool loops of plug-ins keep ``loss_mask = sample.loss_mask`` and write it back at the end."""
+    """Tool loops in plug-ins keep ``loss_mask = sample.loss_mask`` and write it back at the end."""
     sample = started()
     held = {name: getattr(sample, name) for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")}
     sample.append_response_tokens(tokens=[9], trainable=False)

@@ -1,4 +1,4 @@
-"""The digest: its definition, sums over pieces, and what it must notice."""
+"""The digest: its definition, sums over pieces, and changes that it must notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model folders with digests: what the writer records, and damage that the reader names."""
+"""Model folders with digests: what the writer records, and damage that the reader reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read_all(folder: Path, *, verify: bool = True) -> dict[str, torch.Tensor]:
 
 
 def check_digests(folder: Path) -> int:
-    """Every byte of every file has one digest, of what is there; gives the number of files."""
+    """Check that every byte of every file has one correct digest; return the number of files."""
     files = FolderDigests.read(folder).files
     assert set(files) == {path.name for path in folder.iterdir()} - {DIGEST_FILE}
     for name, pieces in files.items():

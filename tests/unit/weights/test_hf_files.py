@@ -34,7 +34,7 @@ def test_tensors_are_split_into_numbered_shards_that_the_index_names(tmp_path, o
     for name, file in index["weight_map"].items():
         assert load_file(folder / file)[name].tolist() == [float(ord(name))] * 6
     assert (folder / "config.json").exists()
-    assert not (folder / "model.safetensors").exists()  # the origin's weights are not assets
+    assert not (folder / "model.safetensors").exists()  # the source's weights are not assets
 
 
 def test_weights_of_an_older_model_in_the_folder_are_removed(tmp_path, origin):

@@ -1,4 +1,4 @@
-"""Experts stacked in one tensor, and the names that each has by itself."""
+"""Experts stacked in one tensor, and their individual names."""
 
 import pytest
 import torch

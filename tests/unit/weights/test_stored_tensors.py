@@ -1,4 +1,4 @@
-"""Tensors found and read in safetensors files without decoding them."""
+"""Finding and reading tensors in safetensors files without decoding them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ __all__ = ["CASES", "FAMILIES", "hf_flags", "hide_broken_torchvision", "packed_l
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return a parser of the trainer's flags and of slime's own, for a trainer of one process that pushes nothing."""
+    """Return a parser of the trainer's and slime's flags, for a trainer of one process that pushes nothing."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     get_slime_extra_args_provider(groups=flag_groups())(parser)
     add_megatron_arguments(parser)
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(*flags: str) -> argparse.Namespace:
-    """Complete args from flags; numbers may be given as such."""
+    """Complete args from flags, which may include numbers."""
     args = build_parser().parse_args([str(flag) for flag in flags])
     derive_for_extensions(args)
     validate_megatron_arguments(args)
@@ -48,7 +48,7 @@ def parse(*flags: str) -> argparse.Namespace:
 
 
 def start_single_process(args: argparse.Namespace) -> None:
-    """A world of one rank, made once per test process, with parallel groups of size one."""
+    """Create, once per test process, a world of one rank with parallel groups of size one."""
     if not dist.is_initialized():
         store = Path(tempfile.mkdtemp()) / f"store-{os.getpid()}"
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -57,13 +57,13 @@ def start_single_process(args: argparse.Namespace) -> None:
 
 
 def start_parallel(args: argparse.Namespace) -> None:
-    """The parallel groups and seeds of ``args`` over the default group, instead of any there are.
+    """The parallel groups and seeds of ``args`` over the default group, replacing existing ones.
 
-    One rank is in groups of one whatever the flags are: it keeps them, as their end takes a tenth of a second.
+    A single rank keeps its groups, which have size one whatever the flags are, because ending them takes 0.1 s.
     """
     if mpu.is_initialized() and dist.get_world_size() > 1:
         mpu.destroy_model_parallel()
-        # Megatron-core only forgets its groups; each keeps three threads that wake up a hundred times a second.
+        # Megatron-core only forgets its groups; each keeps three threads that wake up a hundred times per second.
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
@@ -89,11 +89,11 @@ def packed_logits(model: torch.nn.Module, sequences: list[torch.Tensor]) -> list
 
 CASES = load_cases(["qwen2", "qwen3", "llama", "qwen3_moe"])
 FAMILIES: dict[str, dict[str, Any]] = {name: dict(case.config) for name, case in CASES.items() if not case.has_experts}
-"""Configs of the dense families of the matrix, small and awkward."""
+"""Configs of the matrix's dense families: small, with awkward sizes."""
 
 
 def write_hf_model(folder: Path, name: str, seed: int = 0, **overrides: Any) -> torch.nn.Module:
-    """A random HF model of the family, saved to ``folder``, with weights large enough to show errors."""
+    """Save a random HF model of the family to ``folder``, with weights large enough to reveal errors."""
     case = dataclasses.replace(CASES[name], config={**CASES[name].config, **overrides})
     folder.mkdir(parents=True, exist_ok=True)
     case.write_checkpoint(folder, seed)
@@ -101,7 +101,7 @@ def write_hf_model(folder: Path, name: str, seed: int = 0, **overrides: Any) -> 
 
 
 def hf_flags(folder: Path) -> list[str]:
-    """The model flags that belong to a HF checkpoint of one of :data:`CASES`."""
+    """The model flags for a HF checkpoint of one of :data:`CASES`."""
     model_type = read_config(folder)["model_type"]
     case = next(case for case in CASES.values() if case.config["model_type"] == model_type)
     return ["--hf-checkpoint", str(folder), *case.flags(folder)]

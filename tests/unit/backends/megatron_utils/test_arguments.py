@@ -1,4 +1,4 @@
-"""What follows from the trainer's flags, and what is refused."""
+"""Values derived from the trainer's flags, and refusals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ seq-length=4096 sequence-parallel swiglu tensor-model-parallel-size=1 transforme
 untie-embeddings-and-output-weights use-distributed-optimizer use-precision-aware-optimizer
 use-rope-scaling use-rotary-position-embeddings v-head-dim=16 weight-decay=0.1
 """
-"""Every Megatron flag of slime's model and run scripts that is not a flag of slime's own, but for those of YaRN."""
+"""Every Megatron flag in slime's model and run scripts that slime does not declare itself, except YaRN's."""
 
 LATENT_FLAGS = """
 multi-latent-attention q-lora-rank=8 kv-lora-rank=8 qk-head-dim=16 qk-pos-emb-head-dim=8 v-head-dim=16 mscale=1.0
@@ -67,7 +67,7 @@ def test_every_flag_of_the_scripts_makes_a_model_config() -> None:
 
 def test_a_plain_dense_model_gets_megatrons_derived_sizes() -> None:
     args = parse(*DENSE)
-    assert args.ffn_hidden_size == 128  # 4 * 64 * 2 / 3, down to a multiple of 64
+    assert args.ffn_hidden_size == 128  # 4 * 64 * 2 / 3, rounded down to a multiple of 64
     assert (args.kv_channels, args.num_query_groups) == (16, 4)
     assert args.padded_vocab_size == 128
     assert (args.seq_length, args.max_position_embeddings) == (4096, 4096)
@@ -106,7 +106,7 @@ def test_kernels_of_transformer_engine_are_mapped_to_what_there_is(caplog: pytes
     with caplog.at_level("INFO"):
         args = parse(*MOE, *"--moe-grouped-gemm --moe-permute-fusion --use-precision-aware-optimizer".split())
     assert not (args.moe_permute_fusion or args.use_precision_aware_optimizer)
-    assert args.moe_grouped_gemm  # torch has a grouped product of its own
+    assert args.moe_grouped_gemm  # torch has a grouped product
     for word in ("--moe-permute-fusion", "--use-precision-aware-optimizer"):
         assert sum(word in record.message for record in caplog.records) == 1
     assert "moments are fp32 unless --exp-avg-dtype or --exp-avg-sq-dtype is given" in caplog.text
@@ -115,15 +115,17 @@ def test_kernels_of_transformer_engine_are_mapped_to_what_there_is(caplog: pytes
 def test_narrow_moments_keep_their_flags() -> None:
     args = parse(*DENSE, "--bf16", *"--use-precision-aware-optimizer --exp-avg-sq-dtype fp16".split())
     assert args.use_precision_aware_optimizer and args.exp_avg_sq_dtype == torch.float16
-    assert not optimizer_config_from_args(args).use_precision_aware_optimizer  # megatron-core's is TransformerEngine's
+    assert not optimizer_config_from_args(
+        args
+    ).use_precision_aware_optimizer  # megatron-core's needs TransformerEngine
 
 
 def test_the_precision_aware_optimizer_has_its_effect_with_adam_on_the_host(caplog: pytest.LogCaptureFixture) -> None:
-    """Master weights are on the host only; that is what megatron-core's own flag means there."""
+    """Master weights are only on the host, which is what megatron-core means by that flag."""
     with caplog.at_level("INFO"):
         args = parse(*DENSE, "--bf16", "--optimizer-cpu-offload", "--use-precision-aware-optimizer")
     assert "--use-precision-aware-optimizer" not in caplog.text
-    args.optimizer_cpu_offload = True  # switched off where there is no CUDA
+    args.optimizer_cpu_offload = True  # turned off without CUDA
     assert optimizer_config_from_args(args).use_precision_aware_optimizer
 
 
@@ -151,7 +153,7 @@ LARGE_LAYOUTS = {
     ),
     "glm4.7-30B-A3B": (1, "1 1 1 8", ""),
 }
-"""Model file -> nodes of eight GPUs, tensor, pipeline, context and expert sizes, further flags: the large recipes."""
+"""Large recipes: model file -> nodes of eight GPUs, tensor, pipeline, context and expert sizes, further flags."""
 
 
 @pytest.mark.parametrize("name", LARGE_LAYOUTS)
@@ -180,7 +182,7 @@ def test_virtual_stages_follow_from_the_layers_of_one() -> None:
 
 
 def test_a_shared_expert_of_width_0_is_none() -> None:
-    """As config.json of Qwen3-Coder has it."""
+    """As in config.json of Qwen3-Coder."""
     experts = "--num-experts 2 --moe-ffn-hidden-size 8 --moe-shared-expert-intermediate-size 0"
     assert transformer_config_from_args(parse(*DENSE, *experts.split())).moe_shared_expert_intermediate_size is None
 
@@ -294,7 +296,7 @@ def test_weights_that_could_not_be_pushed_are_refused_when_flags_are_read(
     tmp_path: Path, config: dict[str, object], message: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    args = parse(*DENSE, "--hf-checkpoint", str(tmp_path))  # a tool, which pushes nothing
+    args = parse(*DENSE, "--hf-checkpoint", str(tmp_path))  # a tool, which does not push
     args.debug_train_only, args.model_name = False, None
     with pytest.raises(ConfigError, match=message):
         check_hf_config(args)
@@ -309,7 +311,7 @@ def test_a_warm_up_longer_than_the_run_is_refused_when_flags_are_read() -> None:
         check_arguments(args)
     args.num_rollout = 3
     check_arguments(args)
-    args.num_rollout, args.num_epoch = None, 1  # the length of the run is known later
+    args.num_rollout, args.num_epoch = None, 1  # the run's length is known later
     check_arguments(args)
 
 

@@ -1,4 +1,4 @@
-"""The self-checks of a run, and those of ``--ci-test``, on made-up numbers."""
+"""The self-checks of every run and of ``--ci-test``, on made-up numbers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_every_run_is_warned_when_it_began_at_its_reference_and_the_kl_is_not_ze
 
 def test_the_kl_in_the_reward_of_the_first_rollout_is_checked_too(caplog):
     metrics = {"rollout/kl": 0.25}
-    SelfChecks(arguments(), "actor").rollout(0, metrics)  # no penalty: the column is 0 by construction
+    SelfChecks(arguments(), "actor").rollout(0, metrics)  # without a penalty the column is 0 by construction
     with pytest.raises(CheckError, match="rollout 0: rollout/kl is 0.25"):
         SelfChecks(arguments(kl_coef=0.1), "actor").rollout(0, metrics)
     SelfChecks(arguments(kl_coef=0.1), "actor").rollout(1, metrics)

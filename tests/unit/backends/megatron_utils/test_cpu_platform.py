@@ -1,4 +1,4 @@
-"""megatron-core runs on CPU tensors, and nothing outside of it is deceived."""
+"""megatron-core runs on CPU tensors, and other code still sees a machine without CUDA."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ for _ in range(int(sys.argv[1])):
 
 
 def test_the_first_cosines_that_two_threads_compute_are_as_exact_as_later_ones() -> None:
-    """In 400 processes: MKL alone is wrong in 2 to 12 of so many."""
+    """Run in 400 processes: MKL alone is wrong in 2 to 12 of them."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", FIRST_CALLS, "400"]
     subprocess.run(command, cwd=REPO, env=environment, check=True, timeout=300)
 
 
 def make_checkout(folder: Path, *, is_package: bool, has_metadata: bool) -> Path:
-    """A folder like a checkout of Megatron-LM of another version."""
+    """A folder that looks like a Megatron-LM checkout of another version."""
     for name in ("core", "training"):
         (folder / "megatron" / name).mkdir(parents=True)
     (folder / "megatron/core/__init__.py").write_text("raise ImportError('the core of the checkout')")

@@ -1,4 +1,4 @@
-"""When the log-probs of the policy before training take a forward pass of their own."""
+"""When the policy's log-probs before training need a separate forward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.flag_values import args_with
 
 
 def plain(**overrides: Any) -> Namespace:
-    """GRPO, one optimizer step per rollout: the first forward pass of training does."""
+    """GRPO with one optimizer step per rollout, where training's first forward pass suffices."""
     return args_with(**{"use_routing_replay": False} | overrides)
 
 

@@ -1,4 +1,4 @@
-"""Weights go from Hugging Face to Megatron and back without the loss of a bit."""
+"""Weights convert from Hugging Face to Megatron and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_padding_rows_of_the_vocabulary_are_zero_and_never_exported(tmp_path: Pa
 
 
 def argparse_like() -> object:
-    """The flags that layouts read, of a model with four heads of two in two groups."""
+    """The flags that layouts read, for a model with four heads of width two in two groups."""
     return Namespace(
         num_layers=2,
         num_attention_heads=4,
@@ -144,7 +144,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 
 def edit(folder: Path, **tensors: torch.Tensor) -> None:
-    """Put tensors into the one file of a model; "__" in a name stands for a dot."""
+    """Add tensors to a model's only file; "__" in a name stands for a dot."""
     file = folder / "model.safetensors"
     save_file(load_file(file) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}, file)
 
@@ -234,7 +234,7 @@ def test_a_tensor_that_no_part_of_the_model_reads_is_an_error(tmp_path: Path, ki
 
 
 def check_extra_tensor(args: Namespace, build: ModelProvider, folder: Path, name: str) -> None:
-    """A folder loads, and loads no more once it has a tensor of this name."""
+    """Check that a folder loads, and is refused once it has a tensor of this name."""
     load_hf_weights(args, [build()], folder)
     edit(folder, **{name: torch.ones(2)})
     with pytest.raises(DataError, match=f"1 tensors have no place in the model, such as {name}"):

@@ -30,7 +30,7 @@ def world() -> None:
 
 
 def make_args(**overrides: Any) -> Namespace:
-    """What a loss reads; plain GRPO unless overridden."""
+    """The flags that a loss reads; plain GRPO unless overridden."""
     plain = {"vocab_size": VOCAB, "allgather_cp": False, "eps_clip_high": 0.28, "use_routing_replay": False}
     return args_with(**plain | overrides)
 
@@ -49,7 +49,7 @@ def make_batch(masks: tuple[tuple[int, ...], ...] = ((1, 1), (1, 1, 1, 1)), **co
 
 
 def make_logits(batch: dict[str, Any], log_probs: list[list[float]], *, padding: int = 3) -> torch.Tensor:
-    """[1, T, 8] logits that give each response token the log-prob asked for; three columns are padding."""
+    """[1, T, 8] logits that give each response token the requested log-prob; three columns are padding."""
     rows = sum(batch["total_lengths"]) + padding
     logits = torch.zeros(rows, VOCAB + 3)
     start = 0
@@ -108,7 +108,7 @@ def test_outside_the_recorded_nucleus_a_token_has_no_probability() -> None:
         top_p_token_offsets=[torch.tensor([0, 1, 1], dtype=torch.int32)],
         **{key: batch[key] for key in ("unconcat_tokens", "total_lengths", "response_lengths")},
     )  # fmt: skip
-    # Token 1 was sampled from {1, 3}: p = 0.3679 / (0.3679 + 0.158). The second token has no record.
+    # Token 1 was sampled from {1, 3}: p = 0.3679 / (0.3679 + 0.158). The second token has no recorded nucleus.
     expected = torch.tensor(0.36788 / (0.36788 + 0.63212 / 4)).log()
     assert result["log_probs"][0].tolist() == pytest.approx([float(expected), -1.0], rel=1e-4)
 
@@ -155,7 +155,7 @@ def test_cispo_weighs_the_log_prob_by_a_constant() -> None:
 
 
 def reinforce(inputs: PolicyLossInputs, clip: ClipConfig) -> TokenLosses:
-    """A surrogate that slime does not have."""
+    """A surrogate from outside slime."""
     loss_T = -inputs.advantage_T * torch.cat(list(inputs.log_prob_N))
     return TokenLosses(loss_T, torch.zeros_like(loss_T), inputs.log_ratio_T)
 
@@ -186,13 +186,13 @@ def test_a_column_of_the_wrong_length_is_refused() -> None:
 
 
 def of_the_weights_in_training(args, *, pg_loss, train_log_probs, loss_masks, cur_log_probs, **_):
-    """A correction that asks for the log-probs of the weights in training, for the test below."""
+    """A correction that asks for the log-probs of the weights in training."""
     return pg_loss * 0 + torch.cat(cur_log_probs), loss_masks, {"before": torch.cat(train_log_probs)}
 
 
 def of_the_weights_before(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths,
                           response_lengths):  # fmt: skip
-    """A correction as before it could ask, for the test below."""
+    """A correction with the old signature, which cannot ask for them."""
     return pg_loss, loss_masks, {}
 
 
@@ -208,7 +208,7 @@ def test_a_correction_gets_the_log_probs_of_the_weights_in_training_if_it_takes_
 
 
 def half_of_log_probs(args: Namespace, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Any) -> Any:
-    """A user's loss, for the test below."""
+    """A user's loss."""
     assert logits.dtype is torch.float32
     value = sum_of_sample_mean(torch.full((sum(batch["response_lengths"]),), 0.5)) + 0 * logits.sum()
     return value, {"mine": value, "plain": 0.25}

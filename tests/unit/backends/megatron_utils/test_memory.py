@@ -1,4 +1,4 @@
-"""What a trainer says when its memory is not enough."""
+"""The trainer's message when memory runs out."""
 
 from __future__ import annotations
 

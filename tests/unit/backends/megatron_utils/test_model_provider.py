@@ -1,4 +1,4 @@
-"""From flags to a model: which spec, which head, which parameters train."""
+"""From flags to a model: the spec, the head, and the trained parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def build(*flags: str, role: str = "actor") -> torch.nn.Module:
 
 
 def short_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
-    """A spec function as users write it; leaves out the query and key norms."""
+    """A user's spec function, which omits query and key norms."""
     spec = get_block_spec(config, vp_stage)
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.q_layernorm = layer_specs.IdentityOp
@@ -70,7 +70,7 @@ def test_a_spec_that_cannot_be_used_is_refused(spec: tuple[str, str], message: s
 
 
 def custom_provider(pre_process: bool = True, post_process: bool = True) -> torch.nn.Module:
-    """A provider as users write it."""
+    """A user's model provider."""
     return torch.nn.Linear(2, 2)
 
 
@@ -79,7 +79,7 @@ def test_a_custom_provider_builds_the_model() -> None:
 
 
 def megatrons_provider(pre_process: bool = True, post_process: bool = True) -> torch.nn.Module:
-    """A provider as users of Megatron-LM write it."""
+    """A model provider with Megatron-LM's signature."""
     from megatron.training import get_args, print_rank_0
     from megatron.training.arguments import core_transformer_config_from_args
 

@@ -1,4 +1,4 @@
-"""The MTP layers of a checkpoint: under which names they are found, and their copies of the model's own tensors."""
+"""The MTP layers of a checkpoint: the names under which they are found, and their copies of shared tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every stage of a pipeline knows which micro-batch arrives next: simulated against what its neighbours send."""
+"""Every pipeline stage knows the lengths of the next micro-batch: checked by simulating what its neighbors send."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTHS = [8, 40, 16, 24, 64, 32]
 
 
 class Group:
-    """A process group of which only size and rank are asked."""
+    """A process group with only a size and a rank."""
 
     def __init__(self, size: int, rank: int) -> None:
         self._size, self._rank = size, rank
@@ -49,7 +49,7 @@ def communicator(
 
 
 def arriving(known: KnownShapes, *, forward: bool) -> list[int]:
-    """Lengths in the order in which the stage expects them from one side, until there are no more."""
+    """Lengths in the order in which the stage expects them from one side."""
     lengths = []
     while True:
         try:
@@ -60,7 +60,7 @@ def arriving(known: KnownShapes, *, forward: bool) -> list[int]:
 
 
 def sent(size: int, rank: int, num_chunks: int, *, forward: bool) -> list[int]:
-    """Lengths of what stage ``rank`` passes on: each chunk's work in the order of the schedule, but not the ends."""
+    """Lengths that stage ``rank`` passes on: each chunk's work in schedule order, except at the pipeline's ends."""
     is_end = rank == (size - 1 if forward else 0)
     lengths = []
     for micro_batch, position in get_schedule_table(len(LENGTHS), num_chunks, size):
@@ -101,7 +101,7 @@ def test_a_column_that_a_user_added_reaches_the_loss() -> None:
         "tokens": [torch.zeros(3), torch.zeros(4)],
         "rollout_mask_sums": torch.ones(2),
         "my_weights": [0.5, 2.0],
-        "raw_reward": [1.0, 0.0],  # of the whole rollout, by chance as long
+        "raw_reward": [1.0, 0.0],  # of the whole rollout, whose length is the same by chance
         "micro_batch_indices": [[0], [1]],
         "num_microbatches": [2, 2],
         "global_batch_sizes": [1, 1],

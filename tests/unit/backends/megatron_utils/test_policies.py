@@ -1,4 +1,4 @@
-"""Where the weights of the reference come from."""
+"""The origin of the reference's weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FRESH = {"finetune": True, "load": "hf", "earlier_load": None, "ref_load": "hf",
 def load(
     monkeypatch: pytest.MonkeyPatch, *, is_from_load: bool = True, iteration: int = 0, **changed: Any
 ) -> tuple[torch.nn.Linear, ModelSwitch, list[str]]:
-    """Load the policies of a model of ones; a checkpoint that is read holds twos."""
+    """Load the policies of a model of ones; a loaded checkpoint holds twos."""
     read: list[str] = []
     model = torch.nn.Linear(3, 2)
     torch.nn.init.ones_(model.weight)

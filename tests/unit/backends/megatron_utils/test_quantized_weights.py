@@ -1,4 +1,4 @@
-"""Weights for quantized checkpoints: every family, every format, and what is refused."""
+"""Weights for quantized checkpoints: every family, every format, and refusals."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ QUANTIZED_PARAMETERS = re.compile(
     r"|self_attention\.linear_(proj|qkv|[qkv]|q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj)\.weight"
     r"|self_attention\.(in_proj|out_proj|(indexer\.)?wq_b|wk|linear_kv_proj)\.weight"
 )
-"""The Megatron parameters of a layer whose HF tensors engines hold in FP8."""
+"""A layer's Megatron parameters whose HF tensors engines hold in FP8."""
 
 PLAIN_PARTS = (*(f"linear_attn.in_proj_{part}.weight" for part in ("ba", "b", "a")), "mixer.in_proj.weight")
-"""Of such a parameter, what has no quantized form: a few rows that are a tensor of their own on disk, or end one."""
+"""The parts of such parameters without a quantized form: a few rows that form or end a tensor on disk."""
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 Q, K, V = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
@@ -43,7 +43,7 @@ QKV = "module.module.decoder.layers.0.self_attention.linear_qkv.weight"
     "weight_map", {f.weight_map.family: f.weight_map for f in all_families().values()}.values(), ids=lambda m: m.family
 )
 def test_converters_quantize_what_comes_from_the_matrices_of_the_layers(weight_map: WeightMap) -> None:
-    """The rule by HF names, which converters follow, is the rule by Megatron's parameters, which describes models."""
+    """Converters select weights by HF names, models by Megatron parameters; both rules must agree."""
     mtp = weight_map.mtp_prefix(0, SimpleNamespace(num_layers=7)) if weight_map.mtp else ""
     for prefix, rules in (("", weight_map.top), ("model.layers.7.", weight_map.layer), (mtp, weight_map.mtp)):
         for rule in rules:
@@ -60,7 +60,7 @@ def test_converters_quantize_what_comes_from_the_matrices_of_the_layers(weight_m
 
 
 def checkpoint(folder: Path, config: dict[str, object] | None = None) -> Namespace:
-    """A checkpoint of one file with one quantized layer; the args of a model of that shape."""
+    """A checkpoint of one file with one quantized layer, and the args of a model of that shape."""
     quantized, scale = quantize_block(torch.ones(8, 8))
     tensors = {name: quantized for name in (Q, K, V)} | {f"{name}_scale_inv": scale for name in (Q, K, V)}
     folder.mkdir(exist_ok=True)
@@ -97,7 +97,7 @@ def test_a_parameter_is_split_and_each_of_its_tensors_quantized(tmp_path: Path) 
 
 
 def test_the_cast_to_the_dtype_that_travels_comes_before_the_quantization(tmp_path: Path) -> None:
-    """Quantizing fp32 and quantizing its bf16 rounding differ; a push and a converted folder see the latter."""
+    """Quantizing fp32 and quantizing its bf16 rounding differ; pushes and converted folders quantize the latter."""
     args = checkpoint(tmp_path)
     exact = torch.full((24, 8), 1.0)
     exact[0, 0] = 1.0 + 2.0**-9
@@ -132,7 +132,7 @@ def test_scales_are_laid_out_for_deep_gemm_only_where_engines_want_them(
     assert torch.equal(packed[Q].view(torch.uint8), stored[Q].view(torch.uint8))
 
 
-# Checkpoints that cannot be right
+# Invalid checkpoints
 
 
 def test_a_checkpoint_elsewhere_cannot_say_what_is_quantized(tmp_path: Path) -> None:

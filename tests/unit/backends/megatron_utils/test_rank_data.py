@@ -1,4 +1,4 @@
-"""The data of a rank, as tensors."""
+"""A rank's data as tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replayed experts in one process: the same bits when nothing moved, else the numbers of a plain model told them."""
+"""Routing replay: bitwise equal if the router is unchanged, else equal to a plain model with given ids."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_experts_recorded_from_the_same_weights_change_no_bit(
         assert replay.take_metrics() == {"routing_replay_changed": 0.0}
 
 
-# A plain model that is told its experts
+# A plain model with given experts
 
 
 def tell_qwen(model: torch.nn.Module, rows_of_layer: Callable[[int], Tensor]) -> None:
@@ -102,7 +102,7 @@ def tell_qwen(model: torch.nn.Module, rows_of_layer: Callable[[int], Tensor]) ->
 
 
 def tell_deepseek(model: torch.nn.Module, rows_of_layer: Callable[[int], Tensor]) -> None:
-    """Sigmoid scores without the bias, normalised over the chosen ones; no groups."""
+    """Sigmoid scores without the bias, normalized over the chosen ones; no groups."""
 
     def route(moe: Any, layer: int, logits: Tensor) -> tuple[Tensor, Tensor]:
         ids = rows_of_layer(layer)
@@ -120,7 +120,7 @@ TELL = {"qwen3_moe": tell_qwen, "deepseek_v3": tell_deepseek}
 def told_reference(
     case: FamilyCase, folder: Path, data: dict[str, Any], *, of: Sequence[int] | None = None, turned: bool = False
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Log-probs of every sample and gradients of the supervised loss of the samples ``of``, experts as in the data."""
+    """Every sample's log-probs, and gradients of the supervised loss of samples ``of``, with the data's experts."""
     model = case.load_reference(folder)
     if turned:
         with torch.no_grad():
@@ -128,7 +128,7 @@ def told_reference(
                 if name.endswith("mlp.gate.weight"):
                     parameter.neg_()
     current: dict[str, Tensor] = {}
-    # No engine tells the experts of the last token, and nothing depends on them.
+    # Engines do not report the last token's experts, and nothing depends on them.
     TELL[case.name](model, lambda layer: torch.cat([current["rows"], current["rows"][-1:]])[:, layer].long())
     log_probs, loss = [], torch.zeros(())
     for index, sample in enumerate(samples_of(data)):
@@ -163,11 +163,11 @@ def test_an_engines_experts_give_the_numbers_of_a_plain_model_that_is_told_the_s
     assert max(worst.values()) < GRADIENT_BOUND, sorted(worst.items(), key=lambda item: -item[1])[:5]
 
 
-# Several steps, and what would go unnoticed without recorded ids
+# Several steps, and differences that would go unnoticed without recorded ids
 
 
 def choices_of(case: FamilyCase, folder: Path, tokens: Tensor) -> Tensor:
-    """[L - 1, layers, k]: what the plain model chooses by itself."""
+    """[L - 1, layers, k]: the plain model's choices."""
     model = case.load_reference(folder)
     seen: dict[int, Tensor] = {}
     for layer, block in enumerate(model.model.layers):
@@ -181,7 +181,7 @@ def choices_of(case: FamilyCase, folder: Path, tokens: Tensor) -> Tensor:
 def second_step(
     args: Namespace, model: Sequence[torch.nn.Module], data: dict[str, Any], replay: RoutingReplay
 ) -> dict[str, Tensor]:
-    """Gradients of the second of two steps, before which the routers were changed."""
+    """Gradients of the second of two steps; the routers were changed before it."""
     iterators = iterators_of(replay, data, 1)
     with replay.during("train"):
         for step, count in enumerate(data["num_microbatches"]):
@@ -217,7 +217,7 @@ def test_the_second_step_of_a_rollout_uses_the_experts_recorded_before_the_first
     assert max(worst.values()) < GRADIENT_BOUND, sorted(worst.items(), key=lambda item: -item[1])[:5]
 
 
-# What is left alone, and what is refused
+# Passes without replay, and refusals
 
 
 def test_other_passes_choose_freely_and_mtp_layers_always_do(folders: dict[str, Path]) -> None:

@@ -1,4 +1,4 @@
-"""A model and its optimizer that give their memory back between rollouts: what comes back, and from where."""
+"""A model and optimizer that release their memory between rollouts: what is restored, and from where."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.backends.megatron_utils.megatron_case import start_single_proces
 from tests.unit.backends.megatron_utils.test_train_step import train
 
 CHUNK = 4096
-"""Bytes: less than most storages here have."""
+"""Bytes; less than most storages here have."""
 CASES = {
     "fp32": ("qwen3", ""),
     "bf16": ("qwen3", "--bf16"),
@@ -41,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def new_memory_holds_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is freed and taken again would often be the same, with what was in it."""
+    """Freed memory that is allocated again often keeps its content, which would hide errors."""
     resize = UntypedStorage.resize_
 
     def resize_and_fill(storage: UntypedStorage, num_bytes: int) -> None:
@@ -155,7 +155,7 @@ def test_a_copy_that_the_model_is_ahead_of_is_not_what_comes_back(folders: dict[
     switch.backup("actor")
     assert switch.current_copies()
     switch.record_changed()
-    train(args, model, optimizer, scheduler)  # and no backup follows: the rollout failed
+    train(args, model, optimizer, scheduler)  # no backup follows, because the rollout failed
     trained = state(model, optimizer)
     offloaded = OffloadedState(model, optimizer, chunk_bytes=CHUNK)
     offloaded.offload(switch.current_copies())

@@ -1,4 +1,4 @@
-"""Schedules, errors and parked weights of a real model on one rank."""
+"""Schedules, errors and offloaded weights of a real model on one rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def build(folder: Path, *flags: object) -> tuple[Namespace, Any, Any, Any]:
 
 
 def train(args: Namespace, model: Any, optimizer: Any, scheduler: Any, rollout_id: int = 0) -> list[Any]:
-    """One rollout; gives the results of its steps."""
+    """Train one rollout; return the results of its steps."""
     parallel = {"dp_size": 1, "cp_size": 1}
     data = prepare_rollout_data(cut(args, make_train_data(), parallel)[0])
     compute_advantages_and_returns(args, data)
@@ -135,7 +135,7 @@ def test_resetting_the_optimizer_zeroes_its_moments_and_its_step(folder: Path) -
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     states = [state for part in parts for state in part.optimizer.state.values()]
     assert any(state["exp_avg"].any() for state in states)
-    nothing_to_train = Namespace(optimizer=None, is_stub_optimizer=True)  # as on a rank whose parameters are frozen
+    nothing_to_train = Namespace(optimizer=None, is_stub_optimizer=True)  # as on a rank with only frozen parameters
     reset_optimizer_states(Namespace(chained_optimizers=[*parts, nothing_to_train]))
     assert not any(state["exp_avg"].any() or state["exp_avg_sq"].any() for state in states)
     assert all(float(state["step"]) == 0 for state in states)
@@ -149,7 +149,7 @@ def test_resetting_reaches_moments_on_the_host_that_a_checkpoint_has_just_given(
     )  # fmt: skip
     (adam,) = on_host.sub_optimizers
     names = "exp_avg", "exp_avg_sq", "step"
-    adam.state[weight] = {name: torch.ones(()) for name in names}  # it keeps no state of its own before a step
+    adam.state[weight] = {name: torch.ones(()) for name in names}  # Adam has no state before a step
     reset_optimizer_states(Namespace(optimizer=on_host))
     assert [float(adam.state[weight][name]) for name in names] == [0, 0, 0]
 

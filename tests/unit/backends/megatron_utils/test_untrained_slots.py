@@ -1,4 +1,4 @@
-"""A token that is not trained may have anything in its columns: loss, metrics and gradient are those of zeros."""
+"""Untrained tokens may hold any values in their columns: loss, metrics and gradient equal those with zeros."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS: dict[str, tuple[float, ...]] = {
     "values": (0.1, 0.2, 0.3, 0.4),
     "returns": (1.0, 0.0, 0.5, 0.25),
 }
-"""What the trained tokens have, in order."""
+"""Values of the trained tokens, in order."""
 ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
 MIS = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.5}
@@ -109,7 +109,7 @@ def test_advantages_and_returns_of_trained_tokens_do_not_see_them(estimator: str
             for values, mask in zip(data[name], data["loss_masks"], strict=True)
         ]
 
-    # PPO adds up the KL and the values of tokens that are not trained too, as long as they are numbers.
+    # PPO also sums KL and values of untrained tokens, if they are numbers.
     for values, expected in zip(trained(strange), trained(-1.0 if estimator != "ppo" else strange), strict=True):
         assert torch.isfinite(values).all()
         torch.testing.assert_close(values, expected)

@@ -1,4 +1,4 @@
-"""The digest of the weights that the record has of every rollout: any bit counts, wherever it is."""
+"""The weights digest recorded for every rollout changes with any bit, wherever it is."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Requests that end an engine of SGLang 0.5.15, and others of their kind: each is refused, or is answered.
+"""Requests that crash an engine of SGLang 0.5.15, and similar ones: each is refused or answered.
 
-``REQUESTS`` has name -> (path, body); ``RAW`` has bodies that are no JSON of an object.
+``REQUESTS`` maps name -> (path, body); ``RAW`` has bodies that are not a JSON object.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _ids(**fields: Any) -> Body:
 
 
 def _seen(**fields: Any) -> Body:
-    """With a place for a picture in the prompt of the tiny model that sees."""
+    """The fields with an image placeholder in the prompt of the tiny vision model."""
     return _ids(input_ids=[START_ID, IMAGE_ID, STOP_ID, 5]) | fields
 
 
@@ -285,11 +285,11 @@ PASSED = frozenset(
         "top_k is negative",
     }
 )  # fmt: skip
-"""Requests to ``/generate`` that the checks pass on: the server answers them, or refuses them itself."""
+"""Requests to ``/generate`` that pass the checks: the server answers or refuses them itself."""
 ODD_STATUS = {
     "odd arguments of a template": 500,
     "the tokens of a message": 500,
     "the text of odd tokens": 500,
 } | {name: 401 for name, (path, _) in _DOORS.items() if path.startswith(("/api/", "/parse", "/separate"))
      or path.endswith("_session")}  # fmt: skip
-"""Of doors whose own code answers 500, and of those shut without the secret; others answer 200, 400 or 422."""
+"""Endpoints whose code answers 500, and endpoints closed without the secret; others answer 200, 400 or 422."""

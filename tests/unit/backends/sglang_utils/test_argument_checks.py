@@ -40,7 +40,7 @@ def problems(shape: dict[str, int], num_gpus: int, *, ep: int = 1, dense_tp: int
 
 
 def test_ranks_that_would_cut_a_block_are_named_with_the_largest_engine_that_does_not():
-    (found,) = problems(GLM4_9B, 2)  # as SGLang says on the GPU: output_partition_size = 6848 is not divisible
+    (found,) = problems(GLM4_9B, 2)  # SGLang's message on the GPU: output_partition_size = 6848 is not divisible
     assert "intermediate_size 13696" in found and "6848" in found and "--rollout-num-gpus-per-engine 1" in found
     (found,) = problems(QWEN3_4B, 8)
     assert "9728" in found and "1216" in found and "--rollout-num-gpus-per-engine 4" in found
@@ -49,14 +49,14 @@ def test_ranks_that_would_cut_a_block_are_named_with_the_largest_engine_that_doe
     (found,) = problems(QWEN3_30B, 8)
     assert "moe_intermediate_size 768" in found and "--rollout-num-gpus-per-engine 2" in found
     assert "--sglang-ep-size" in found
-    (found,) = problems(MINIMAX_M2, 8)  # its experts have the size that is otherwise an MLP's
+    (found,) = problems(MINIMAX_M2, 8)  # its experts use the key of an MLP's size
     assert "intermediate_size 1536" in found and "192" in found and "a larger --sglang-ep-size" in found
 
 
 def test_blocks_of_each_model_are_judged_by_its_own_engines(tmp_path):
     models = []
     for name, shape, num_gpus, kind, overrides in (
-        ("default", QWEN3_4B | FP8, 4, "regular", {}),  # whole, though flags would give each engine 8 GPUs
+        ("default", QWEN3_4B | FP8, 4, "regular", {}),  # a full engine, though flags would give each engine 8 GPUs
         ("staged", QWEN3_4B | FP8, 8, "regular", {"pp_size": 2}),
         ("judge", GLM4_9B | FP8, 2, "decode", {}),
         ("left", GLM4_9B | FP8, 2, "placeholder", {}),
@@ -120,7 +120,7 @@ def test_engines_that_would_quantize_pushed_weights_by_themselves_are_refused(tm
 
 
 def write_published(folder: Path, experts: torch.dtype) -> str:
-    """A folder of two matrices with scales of one byte, the second in the experts' dtype."""
+    """A folder of two matrices with one-byte scales, the second in the experts' dtype."""
     scale = torch.ones(32, 1).to(torch.float8_e8m0fnu)
     tensors = {
         "layers.0.attn.wkv.weight": torch.ones(32, 32).to(torch.float8_e4m3fn),

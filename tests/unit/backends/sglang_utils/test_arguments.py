@@ -1,4 +1,4 @@
-"""Flags made from the installed SGLang.  Building the parser imports SGLang, once for this file."""
+"""Flags generated from the installed SGLang.  Building the parser imports SGLang, once for this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child processes: how their end is told, how their trees end, where their logs are and when those go."""
+"""Child processes: how their end is reported, how process trees end, and where logs are and when they are removed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def wait_for_end(child: ChildProcess) -> str:
 
 
 def test_the_end_of_a_child_is_told_with_its_log(tmp_path):
-    # json.tool takes our process id for the name of a file, and says that there is none.
+    # json.tool takes our process id for a file name and reports that there is no such file.
     child = ChildProcess("json.tool", {"a": 1}, name="engine 0 [::1]:1", extra_environment={})
     end = wait_for_end(child)
     assert end.startswith("engine 0 [::1]:1 ended with status 2")
@@ -90,7 +90,7 @@ def test_killing_a_tree_leaves_none_of_it():
 
 
 def test_what_outlives_its_sigkill_is_named_at_the_deadline(monkeypatch):
-    """As a process does that is stuck in the kernel."""
+    """Like a process stuck in the kernel."""
     child = ChildProcess("json.tool", {"a": 1}, name="engine 0", extra_environment={})
     monkeypatch.setattr(child, "_popen", subprocess.Popen([sys.executable, "-c", SLEEPER]))
     with monkeypatch.context() as deaf:
@@ -159,7 +159,7 @@ def test_a_link_in_the_place_of_a_folder_of_logs_is_not_followed(temp, monkeypat
             child_process.new_log_file("engine")
         link.unlink()
         base.mkdir(mode=0o700, exist_ok=True)
-    (base / "run-old").symlink_to(target / "run-precious")  # not followed where old runs are removed
+    (base / "run-old").symlink_to(target / "run-precious")  # not followed when old runs are removed
     child_process.remove_old_runs(base, keep=0)
     assert (target / "run-precious/engine.log").read_text() == "x" and len(list(target.iterdir())) == 1
 
@@ -210,7 +210,7 @@ if __name__ == "__main__":
     ],
 )
 def test_a_family_ends_with_any_of_its_processes_whatever_its_parents_wait_for(monkeypatch, tmp_path, what, ends):
-    """As an engine's: a main process, a controller, a scheduler; a detokenizer that nothing has asked yet."""
+    """Like an engine's processes: main, controller, scheduler, and a detokenizer that has no work yet."""
     (tmp_path / "family.py").write_text(FAMILY)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     child = ChildProcess("family", {}, name="engine 0", extra_environment={"WHAT": what})

@@ -55,7 +55,7 @@ def test_a_child_process_gets_the_waiting_hook_and_one_thread():
 
 
 def run_alone(code: str) -> None:
-    """Run it in a process that knows nothing of slime."""
+    """Run it in a process that does not know slime."""
     done = subprocess.run(
         [sys.executable, "-c", code], env=env.copy() | cpu_shim.child_environment(), capture_output=True, timeout=300
     )
@@ -77,7 +77,7 @@ def test_sglang_imports_in_a_process_that_knows_nothing_of_slime():
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
 def test_latent_attention_turns_keys_by_plain_positions_where_nothing_stretches_them():
-    """SGLang knows only DeepSeek's stretched ones on a CPU: GLM-4.7-Flash and GLM-5 would not start."""
+    """On a CPU SGLang supports only DeepSeek's YaRN: GLM-4.7-Flash and GLM-5 would not start."""
     code = (
         "import torch\n"
         "from sglang.srt.layers.rotary_embedding.factory import get_rope_cpu\n"

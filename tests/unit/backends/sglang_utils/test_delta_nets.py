@@ -1,4 +1,4 @@
-"""What stands for SGLang's kernels of delta nets on a CPU: requests in parts, beside others, against plain loops."""
+"""CPU replacements of SGLang's delta-net kernels: split and batched requests against plain loops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.backends.sglang_utils import cpu_shim
 from slime.backends.sglang_utils.cpu_shim import delta_nets
 
 LENGTHS = (9, 70)
-"""Of two requests; the rule works in chunks of 64."""
+"""Lengths of two requests; the rule works in chunks of 64."""
 
 
 def parts_of(lengths):

@@ -1,4 +1,4 @@
-"""The dtype in which engines compute: those of this job, and those with a group's override."""
+"""The engines' compute dtype: this job's, and with a group's override."""
 
 from __future__ import annotations
 

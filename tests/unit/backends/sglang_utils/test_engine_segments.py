@@ -1,4 +1,4 @@
-"""Shared memory of engines that were killed is removed, and no other."""
+"""Shared memory of killed engines is removed, and no other."""
 
 from __future__ import annotations
 

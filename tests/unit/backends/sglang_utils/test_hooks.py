@@ -1,4 +1,4 @@
-"""What families mend in SGLang, against its own classes."""
+"""The families' patches of SGLang, against its own classes."""
 
 from __future__ import annotations
 

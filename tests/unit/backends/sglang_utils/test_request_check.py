@@ -1,5 +1,5 @@
-"""What engines refuse, by SGLang's own classes: nothing passes that a scheduler could not read, and nothing of slime's
-is refused.  ``tests/ext/fast_push/test_engine_cpu.py`` sends the same requests to a real engine.
+"""Requests that engines refuse, by SGLang's classes: none passes that a scheduler cannot read, and slime's own all
+pass.  ``tests/ext/fast_push/test_engine_cpu.py`` sends the same requests to a real engine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 
 def scheduled(body: dict[str, Any]) -> list[Any]:
-    """The sequences that the scheduler would get; ValueError, or an error of SGLang's, when it would get none."""
+    """The sequences that the scheduler would get; raises ValueError, or an error of SGLang's, if it would get none."""
     obj = GenerateReqInput(**body)
     check_request(obj)
     obj.normalize_batch_and_arguments()
@@ -110,7 +110,7 @@ def test_texts_of_all_doors_are_bounded() -> None:
 
 
 class Manager:
-    """A tokenizer manager whose requests end as told."""
+    """A tokenizer manager whose requests end as scripted."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.server_args = SimpleNamespace(
@@ -142,7 +142,7 @@ def test_a_request_with_features_is_refused_by_name(kind: str, data: Any) -> Non
     asked(manager, GenerateReqInput(input_ids=IDS, **{kind: [["x", {"url": "y"}]]}))
     with pytest.raises(ValueError, match="brings 'p[a-z_]*' in the place of an image.*`encoder` groups"):
         asked(manager, GenerateReqInput(input_ids=batch, **{kind: data}))
-    assert len(manager.seen) == 1  # SGLang saw the first alone
+    assert len(manager.seen) == 1  # SGLang saw only the first
 
 
 def test_two_requests_with_one_id_have_two_in_the_scheduler_and_are_aborted_by_the_clients() -> None:

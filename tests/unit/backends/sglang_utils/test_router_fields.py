@@ -1,4 +1,4 @@
-"""Every field of SGLang's requests through the installed router: what arrives, and what slime believes arrives."""
+"""Every field of SGLang's requests through the installed router: what arrives, and what slime expects to arrive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.scripted_engine.server import ScriptedEngine
 pytestmark = [pytest.mark.slow]
 
 VALUES = [1, 0.5, True, "a", ["a"], [1], {"a": 1}, {"1": 1.0}]
-"""The router checks types; a field is kept when any of these passes."""
+"""Values of all types, because the router checks types; a field is kept if any of them passes."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The real router, which starts in half a second, and what it is told."""
+"""The real router, which starts in half a second, and its settings."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Half(ScriptedEngine):
 
     keep_alive_s = float(engine_environment(tp_size=1)["SGLANG_TIMEOUT_KEEP_ALIVE"])
     idle_s = 0.0
-    """Since the last answer on any connection."""
+    """Seconds since the last answer on any connection."""
 
     async def _generate(self, web_request):
         if self.idle_s >= self.keep_alive_s:
@@ -95,7 +95,7 @@ class Half(ScriptedEngine):
 
 
 def test_a_request_after_a_pause_reaches_both_halves_of_a_pair():
-    """The router reuses idle connections for 90 s, and lets the decode engine wait where the prefill half is lost."""
+    """The router reuses idle connections for 90 s; if the prefill half is lost, the decode engine keeps waiting."""
     ports = {"port": get_free_port(26700), "prometheus_port": get_free_port(27700)}
     handle = start_router(ARGS, host="127.0.0.1", pd_disaggregation=True, **ports)
     with Half() as prefill, Half() as decode:
@@ -113,7 +113,7 @@ def test_a_request_after_a_pause_reaches_both_halves_of_a_pair():
 def test_a_router_reaches_its_engines_whatever_proxy_the_environment_names(monkeypatch, engine, name):
     for other in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(other, raising=False)
-    monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing listens
+    monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
     ports = {"port": get_free_port(26600), "prometheus_port": get_free_port(27600)}
     handle = start_router(ARGS, host="127.0.0.1", **ports)
     register_worker(handle.control, engine.url, worker_type="regular", timeout_s=20)
@@ -166,7 +166,7 @@ def test_a_guarded_router_takes_workers_and_generation_from_its_job_alone(guarde
     ):
         for method, path in (("GET", "/workers"), ("POST", "/flush_cache"), ("GET", "/get_loads")):
             assert requests.request(method, guarded.url + path, headers=key, timeout=10).ok == may_administer
-        if not may_administer:  # another engine in the list would get prompts
+        if not may_administer:  # an added engine would get prompts
             lure = requests.post(guarded.url + "/workers", json={"url": "http://127.0.0.1:1"}, headers=key, timeout=10)
             assert lure.status_code == 401
         answer = requests.post(guarded.url + "/generate", json={"text": "a"}, headers=key, timeout=10)

@@ -25,7 +25,7 @@ from tests.scripted_engine.server import ScriptedEngine
 
 @pytest.fixture
 def scripted():
-    """A server that answers with the next of a list of (status, body), and notes what it was asked."""
+    """A server that answers with the next (status, body) of a list, and records requests."""
     answers: list[tuple[int, str]] = []
     asked: list[tuple[str, str, str, str | None]] = []
 

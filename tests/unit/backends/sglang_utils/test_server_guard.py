@@ -1,4 +1,4 @@
-"""Who reaches what of an engine: every route of the installed SGLang, asked with each key and with none."""
+"""Who may use which endpoint of an engine: every route of the installed SGLang, with each key and without."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ADMINISTRATION = [
 
 
 def status(guard: ServerGuard, path: str, authorization: bytes = NOTHING, kind: str = "http"):
-    """What a client sees: a status, or that the request came through."""
+    """The client's result: a status, or that the request came through."""
     seen = []
 
     async def send(message):

@@ -1,4 +1,4 @@
-"""What holds for every process of an engine before SGLang is imported, and the page of its metrics."""
+"""The setup of every engine process before SGLang is imported, and the engine's metrics page."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ print(*sorted(line for line in page.text.splitlines() if line.startswith("sglang
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The last lines of one such process."""
+    """The last lines that one such process prints."""
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path_factory.mktemp("metrics"))}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, check=False, env=environment

@@ -83,7 +83,7 @@ def test_a_malformed_file_is_refused_with_the_place(tmp_path, text, message):
 
 @pytest.mark.parametrize("group", ["", ", overrides: {model_path: ~/hf}"])
 def test_the_home_folder_may_be_named_in_the_file(tmp_path, monkeypatch, group):
-    monkeypatch.setenv("HOME", "")  # so that ~/hf is the /hf of --hf-checkpoint
+    monkeypatch.setenv("HOME", "")  # so that ~/hf is /hf, the --hf-checkpoint
     path = "" if group else "model_path: ~/hf, "
     groups = f"server_groups: [{{worker_type: regular, num_gpus: 2{group}}}]"
     [model] = load(tmp_path, f"sglang: [{{name: policy, {path}{groups}}}]").models
@@ -101,7 +101,7 @@ def test_the_groups_may_give_the_path_that_they_serve(tmp_path):
     assert model.model_path == "/b"
     left = "{worker_type: placeholder, num_gpus: 2}"
     (model,) = load(tmp_path, f"sglang: [{{name: a, server_groups: [{left}, {group % 'regular'}]}}]").models
-    assert model.model_path == "/b"  # GPUs left empty serve nothing
+    assert model.model_path == "/b"  # a placeholder group serves nothing
 
 
 def test_the_model_that_evaluates_takes_no_updates_of_its_own(tmp_path):

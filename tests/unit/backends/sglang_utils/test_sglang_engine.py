@@ -1,4 +1,4 @@
-"""What the engine object decides by itself, against a server that only takes notes."""
+"""The engine object's own decisions, against a server that only records."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_ids_with_images_reach_the_join_with_an_encoders_features_and_texts_stay
         SimpleNamespace(need_wait_for_mm_inputs=True, input_text=None, input_ids=array("q", [5, 6])),
         SimpleNamespace(need_wait_for_mm_inputs=True, input_text="a", input_ids=array("q", [7])),
         SimpleNamespace(need_wait_for_mm_inputs=False, input_text=None, input_ids=array("q", [8])),
-        SimpleNamespace(),  # not a request to generate
+        SimpleNamespace(),  # not a generation request
     ]
     seen = sglang_plugin._receive_images(lambda *values: values, "receiver", waiting, "class")
     assert seen == ("receiver", waiting, "class")
@@ -144,4 +144,4 @@ def test_a_flush_forgets_the_features_of_images():
     sglang_plugin._forget_images(True, None)
     assert mm_utils.embedding_cache.get_single(5) is None and len(mm_utils.embedding_cache) == 0
     mm_utils.embedding_cache = None
-    sglang_plugin._forget_images(True, None)  # a model of text
+    sglang_plugin._forget_images(True, None)  # a text model

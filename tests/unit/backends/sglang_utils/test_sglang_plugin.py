@@ -1,4 +1,4 @@
-"""Hooks in SGLang's processes, against SGLang's own classes: a pause does not sleep, scales outlast a sleep."""
+"""Hooks in SGLang's processes, against SGLang's own classes: a pause returns early, scales survive a sleep."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from slime.backends.sglang_utils.sglang_plugin import (  # noqa: E402
 
 
 class Manager:
-    """A tokenizer manager with a request under way that ends some turns of the loop after its abort."""
+    """A tokenizer manager with a running request that ends some event-loop iterations after its abort."""
 
     def __init__(self) -> None:
         self.is_pause, self.is_pause_cond, self.model_update_lock = False, asyncio.Condition(), RWLock()
@@ -42,7 +42,7 @@ class Manager:
         self.aborted.set()
 
     async def answer(self, turns: int) -> bool:
-        """Give whether requests were held when this one ended."""
+        """Return whether requests were held back when this one ended."""
         async with self.model_update_lock.reader_lock:
             await self.aborted.wait()
             for _ in range(turns):
@@ -70,7 +70,7 @@ def test_a_pause_ends_when_aborted_requests_have(is_hooked: bool, monkeypatch: p
         return await request
 
     assert asyncio.run(run())
-    # SGLang's own pause would wait a second: when it no longer does, the hook can go.
+    # SGLang's own pause would wait a second; when it no longer does, remove the hook.
     assert (1.0 in slept) is not is_hooked
 
 
@@ -88,7 +88,7 @@ def test_what_no_push_restores_survives_a_sleep() -> None:
     _restore_unpushed(_import_static_state, model, state)
     assert model.attn.k_scale == 1.0 and model.attn.table.tolist() == [1.0] * 3
     assert model.attn.factor == 0.5
-    assert model.attn.weight.isnan().all() and model.attn.w_kc.isnan().all()  # the push brings them
+    assert model.attn.weight.isnan().all() and model.attn.w_kc.isnan().all()  # the push sets them
 
 
 @pytest.mark.parametrize(("given", "seen"), [(4, 5), (None, None), (-1, -1)])

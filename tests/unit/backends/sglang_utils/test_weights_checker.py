@@ -1,4 +1,4 @@
-"""SGLang's own checker of weights on a CPU."""
+"""SGLang's weights checker on a CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime.backends.sglang_utils.cpu_shim import weights_checker  # noqa: E402
 
 @pytest.fixture
 def checker(monkeypatch: pytest.MonkeyPatch) -> weight_checker.WeightChecker:
-    """One with the shim's functions in front of SGLang's."""
+    """A checker with the shim's functions in front of SGLang's."""
     for target, name in weights_checker.HOOKED.items():
         owner, _, attribute = target.rpartition(".")
         hook, original = getattr(weights_checker, name), pkgutil.resolve_name(target)
@@ -29,7 +29,7 @@ def checker(monkeypatch: pytest.MonkeyPatch) -> weight_checker.WeightChecker:
     return weight_checker.WeightChecker(SimpleNamespace(model=model))
 
 
-@torch.no_grad()  # as SGLang's scheduler
+@torch.no_grad()  # as SGLang's scheduler does
 def test_what_changed_since_a_snapshot_is_named(checker: weight_checker.WeightChecker) -> None:
     model = checker._model_runner.model
     checker.handle("snapshot")

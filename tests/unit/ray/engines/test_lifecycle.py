@@ -1,4 +1,4 @@
-"""Every cell of the table of an engine's life, and a group that acts on it.  No cluster: nothing is really started."""
+"""Every cell of the engine's state table, and a group that follows it.  No cluster: nothing is really started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVENT, STATE = EngineEvent, EngineState
 
 
 class ScriptedGroup(EngineGroup):
-    """Does nothing to processes; notes what it would do.  Actors are names."""
+    """Records what it would do to processes, without doing it.  Actors are names."""
 
     def _launch(self, indices, *, register) -> list[Any]:
         self.done += [f"start {index}" + " and register" * register for index in indices]
@@ -48,7 +48,7 @@ class ScriptedGroup(EngineGroup):
 
 
 class AtOnce:
-    """A thread that does its work where it is started."""
+    """A thread that runs its target in start()."""
 
     def __init__(self, target, **ignored) -> None:
         self.start = target

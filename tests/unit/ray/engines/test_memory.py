@@ -1,4 +1,4 @@
-"""Engines on the trainers' GPUs release their memory, and so does each that takes the place of one that fails."""
+"""Engines on the trainers' GPUs release their memory, and so does the replacement of an engine that fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAITING = EngineState.UPDATING
 
 
 class Group:
-    """Engines by name; one that fails is replaced by the time that the group has settled."""
+    """Engines by name; a failing one has been replaced when the group has settled."""
 
     needs_offload = True
 
@@ -71,7 +71,7 @@ def calls(monkeypatch) -> list[Any]:
 
 FAILS: set[Any] = set()
 REFUSED: set[str] = set()
-"""Engines that their router does not take in."""
+"""Engines that their router does not accept."""
 
 
 def _answer(made: list[Any], call: Any) -> None:

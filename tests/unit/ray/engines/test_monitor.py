@@ -1,4 +1,4 @@
-"""When an engine counts as hung without fault tolerance.  No cluster: the engine's answer is what the test says."""
+"""When an engine counts as hung without fault tolerance.  No cluster: the test scripts the engine's answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.eventually import wait_until
 
 
 class Engine:
-    """Answers, or not."""
+    """Answers, or does not."""
 
     is_well = True
 
@@ -29,7 +29,7 @@ class Engine:
 
 
 class Group:
-    """Two engines that serve."""
+    """Two serving engines."""
 
     def __init__(self) -> None:
         self.engines = [Engine(), Engine()]

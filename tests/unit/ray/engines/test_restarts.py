@@ -1,4 +1,4 @@
-"""How long and how often an engine is started again; tests/dist/test_engine_replacement does it with processes."""
+"""How long and how often an engine is restarted; tests/dist/test_engine_replacement does it with processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLAGS = {"num_gpus_per_node": 1, "engine_start_timeout_s": 50.0, "debug_rollout_
 
 
 class Ray:
-    """Remembers what is waited for and killed; no call is ever answered."""
+    """Records waits and kills; never answers a call."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -73,7 +73,7 @@ def test_three_starts_have_the_flag_and_two_minutes_each_and_the_run_ends_with_t
     with pytest.raises(EngineDiedError, match="killed by signal 9.*3 replacements did not start: DeadlineError"):
         group.wait_settled(60)
     assert given == pytest.approx([50 + 120] * 3, abs=1) and group.states == [EngineState.RETIRED]
-    # Each gets 15 s for its own end, does not take them, and is killed all the same before the next one starts.
+    # Each may take 15 s to end, does not end, and is killed before the next one starts.
     names = ["first", "replacement 1", "replacement 2", "replacement 3"]
     assert fake.events == [event for name in names for event in (([f"end of {name}"], 15), name)]
 
@@ -158,7 +158,7 @@ def test_a_router_is_revived_before_an_engine_that_registers_there_starts(monkey
 
 
 def test_what_dies_of_a_start_beside_the_servers_that_are_waited_for_ends_it(monkeypatch):
-    """A router, and the nodes of an engine that ask no server, whose own calls return at once."""
+    """A router, and nodes of an engine without a server, whose calls return at once."""
     group = make_group()
     group.all_engines = [
         Namespace(name=f"node {node}", describe_exit=Namespace(remote=lambda node=node: node)) for node in range(2)

@@ -1,4 +1,4 @@
-"""Which groups a filter keeps, and what the loop makes of the answer."""
+"""Which groups a filter keeps, and what the rollout loop does with the result."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Answers beside the right one, with what a person says of them, and what each grader of mathematics says.
+"""Pairs of an answer and the right answer, with a person's verdict, and each math grader's.
 
-A line is ``answer | right answer | verdict``: 1 for a right answer, 0 for a wrong one.  Behind the verdict are the
+A line is ``answer | right answer | verdict``: 1 for a right answer, 0 for a wrong one.  After the verdict follow the
 graders that do not agree: m for ``math`` and ``deepscaler``, d for ``dapo``, v for ``math_verify``.
 """
 

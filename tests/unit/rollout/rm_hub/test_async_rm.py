@@ -1,4 +1,4 @@
-"""Which grader a sample gets, and the reward server client against a real server."""
+"""Which grader grades a sample, and the reward server client against a real server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def args(**flags: Any) -> Namespace:
 
 
 async def whole_list(args: Namespace, sample: Any, **kwargs: Any) -> Any:
-    """A custom reward function: the number of samples it was called with, for each."""
+    """A custom reward function: each reward is the number of samples in the call."""
     return [len(sample)] * len(sample) if isinstance(sample, list) else -1
 
 
@@ -88,7 +88,7 @@ def test_no_built_in_grader_reads_the_end_tokens_of_the_model(model, rm_type, re
 
 @pytest.mark.parametrize("rm_type", ["ifbench", "gym"])
 def test_what_grades_elsewhere_gets_the_text_without_end_tokens(model, rm_type, monkeypatch):
-    """A closing tag is a part of the answer, even as a special token."""
+    """A closing tag is part of the answer, even if it is a special token."""
     asked: list[str] = []
     monkeypatch.setitem(rm_hub._GRADERS, "ifbench", lambda sample: asked.append(sample.response))
     monkeypatch.setattr(rm_hub, "score_gym", lambda sample, is_unsafe: asked.append(sample.response))
@@ -124,7 +124,7 @@ def test_a_batch_is_one_call_of_a_custom_function_and_else_one_each():
 def serve(
     answers: list[web.Response], flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, list[Any]]:
-    """Grade one sample by a server that gives ``answers`` in turn; the reward and what the server was asked."""
+    """Grade one sample by a server that gives ``answers`` in turn; return the reward and the server's requests."""
     asked: list[Any] = []
 
     async def handle(request: web.Request) -> web.Response:

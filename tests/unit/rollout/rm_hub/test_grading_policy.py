@@ -1,4 +1,4 @@
-"""A grader that hangs, crashes or talks nonsense costs its response, and not the run."""
+"""If a grader hangs, crashes or returns nonsense, its response is lost, not the run."""
 
 from __future__ import annotations
 

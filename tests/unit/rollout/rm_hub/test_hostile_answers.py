@@ -1,4 +1,4 @@
-"""What a policy or a data file writes cannot run code in a grader, hold it up, or end the run."""
+"""Text from a policy or a data file cannot run code in a grader, block it, or end the run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_code_as_an_answer_and_as_a_label_is_a_wrong_answer(rm_type, tmp_path):
 
 
 def wrong(rm_type: str, response: str, label: Any) -> bool:
-    """Grade; True for the reward of a wrong answer that is no failure of the grader."""
+    """Grade; return True for the reward of a wrong answer that is not a grader failure."""
     sample = Sample(index=1, response=response, label=label)
     reward = asyncio.run(async_rm(Namespace(rm_type=rm_type, custom_rm_path=None, rm_timeout_s=60.0), sample))
     assert not sample.metadata.get("reward_error"), sample.metadata
@@ -94,7 +94,7 @@ def test_the_process_of_the_graders_has_no_secret_and_no_right(worker, monkeypat
 
 
 class WorkerWithHole:
-    """The worker's program, which tries the worst in the place of an answer."""
+    """The worker's program, modified to attempt an escape instead of answering."""
 
     def read_text(self, encoding: str) -> str:
         source = symbolic.Path(symbolic.__file__).with_name("symbolic_worker.py").read_text(encoding=encoding)

@@ -1,4 +1,4 @@
-"""The golden vectors of the math graders, and the limits on what a response can make them do."""
+"""Golden vectors of the math graders, and limits on the work that a response can cause."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_process_of_the_graders_that_does_not_start_is_an_error_and_not_a_wron
     start = partial(subprocess.Popen, silent, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     children: list[subprocess.Popen[bytes]] = []
     monkeypatch.setattr(worker, "_start", lambda: children.append(start()) or children[-1])
-    for _ in range(2):  # the second child is another one
+    for _ in range(2):  # a new child process the second time
         with pytest.raises(GraderError, match="did not start: no answer within .*import sympy"):
             worker.answer_to({"expression": "x-x"})
     assert [child.poll() for child in children] == [-9, -9]

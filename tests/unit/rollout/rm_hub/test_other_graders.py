@@ -1,4 +1,4 @@
-"""F1, multiple choice and instruction following, by hand-made cases."""
+"""F1, multiple choice and instruction following, with hand-made cases."""
 
 from __future__ import annotations
 

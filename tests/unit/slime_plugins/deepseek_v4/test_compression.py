@@ -1,4 +1,4 @@
-"""Compressed entries of packed sequences: which tokens make them, who sees them, which are chosen."""
+"""Compressed entries of packed sequences: which tokens form them, which queries see them, which are chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers of DeepSeek-V4: weights, choices and the moving bias, with values by hand."""
+"""Routers of DeepSeek-V4: weights, choices and the updated bias, with values by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCORES = torch.tensor([[1.0, 2, 3, 0.5], [4, 1, 1, 2], [9, 1, 1, 8]])
 
 
 def routers() -> torch.nn.ModuleDict:
-    """Routers whose logits are their inputs; two experts a token, whose weights add up to 3."""
+    """Routers whose logits are their inputs; two experts per token, whose weights add up to 3."""
     args = parse(
         *("--num-layers", 2, "--hidden-size", 4, "--num-attention-heads", 2, "--ffn-hidden-size", 8),
         *("--vocab-size", 64, "--num-experts", 4, "--moe-router-topk", 2, "--moe-router-dtype", "fp32"),
@@ -44,10 +44,10 @@ def test_scores_choose_and_only_routers_that_choose_by_them_move_their_bias() ->
     layers = routers()
     logits = SCORES.double().square().expm1().log().float()[:, None]
     by_table, by_score = layers["table"](logits)[0], layers["scored"](logits)[0]
-    # A table may name an expert twice: it has the whole weight.
+    # If a table names an expert twice, it gets the whole weight.
     torch.testing.assert_close(by_table[:2], torch.tensor([[0.0, 0, 3, 0], [0, 1, 0, 2]]))
     torch.testing.assert_close(by_score[:2], torch.tensor([[1.0, 2, 0, 0], [2, 0, 0, 1]]))
     _update_router_expert_bias([layers], layers["scored"].config)
-    # Two tokens, one, none and one where one is the mean; padding does not count.
+    # Counts two, one, none and one, where the mean is one; padding does not count.
     torch.testing.assert_close(layers["scored"].expert_bias, torch.tensor([-0.25, 0, -1.95, 0]))
     assert not hasattr(layers["table"], "expert_bias") and "table.table" not in layers.state_dict()

@@ -1,4 +1,4 @@
-"""From the model file and the HF config to layers: GLM-5.2 in its full size, and the rules around it."""
+"""From the model file and the HF config to layers: GLM-5.2 in full size, and its constraints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TINY = next(case for case in glm5.CASES if case.name == "glm5_2")
 
 @pytest.fixture(scope="module")
 def full_size(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """config.json of GLM-5.2, which is the default of transformers' class but for sharing and the rotary base."""
+    """config.json of GLM-5.2: the defaults of transformers' class except for sharing and the rotary base."""
     from transformers import GlmMoeDsaConfig
 
     folder = tmp_path_factory.mktemp("glm5.2")
@@ -109,7 +109,7 @@ def test_the_stages_of_the_seed_are_built_with_14_then_8_then_16_layers(full_siz
 
 
 def test_stages_that_begin_with_a_skip_layer_are_refused_on_every_rank(full_size: Path) -> None:
-    # 78 layers do not divide by 8; by 6 they do, and the second stage would begin with layer 14.
+    # 78 layers are not divisible by 8; they are by 6, but the second stage would begin with layer 14.
     by_six = ("--pipeline-model-parallel-size", "6", "--actor-num-gpus-per-node", "6")
     message = "DSA index-share pipeline split is invalid.*starts at layer 14.*11 "
     with pytest.raises(PipelineSplitError, match=message):

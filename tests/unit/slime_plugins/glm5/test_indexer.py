@@ -1,4 +1,4 @@
-"""The choice of keys: against brute force, against transformers, whatever the packing and the cut of the stream."""
+"""The choice of keys: against brute force and transformers, independent of packing and splits of the stream."""
 
 from __future__ import annotations
 

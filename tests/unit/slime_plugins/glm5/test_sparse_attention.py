@@ -18,7 +18,7 @@ SCALE, VALUE_DIM = 0.3, 24
 
 
 def make_case(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys, indices with 1, 16, 33, 37 and 0 of 40 places filled, one of them in the middle empty."""
+    """Queries, keys, and indices with 1, 16, 33, 37 and 0 of 40 slots filled, one of them with a gap in the middle."""
     generator = torch.Generator().manual_seed(seed)
     num_keys, listed = 37, (1, 16, 33, 37, 0)
     query = torch.randn(len(listed), 5, VALUE_DIM + 6, generator=generator).to(dtype).requires_grad_()
@@ -32,7 +32,7 @@ def make_case(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor
 
 
 def dense_attention(query: Tensor, key: Tensor, indices: Tensor) -> Tensor:
-    """Softmax over all keys, with those that are not listed masked out."""
+    """Softmax over all keys, with unlisted keys masked."""
     rows = []
     for q, listed in zip(query, indices.tolist(), strict=True):
         chosen = [index for index in listed if index >= 0]
@@ -86,7 +86,7 @@ def test_a_query_without_keys_gives_zeros_and_no_gradient() -> None:
 
 
 def run_kernels_in_the_interpreter() -> None:
-    """In a process with TRITON_INTERPRET=1: the kernels on CPU tensors, against fp64."""
+    """Run in a process with TRITON_INTERPRET=1: the kernels on CPU tensors, against fp64."""
     from slime_plugins.models.glm5 import sparse_kernels
     from slime_plugins.models.glm5.indexer import index_scores
 

@@ -1,4 +1,4 @@
-"""Mamba-2's state space: values by hand, chunks against a token at a time, gradients, the kernel's arguments."""
+"""Mamba-2's state space: values by hand, chunks against single tokens, gradients, the kernel's arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slime_plugins.models.qwen3_next.packed_rows import PackedRows
 def token_by_token(
     query: Tensor, key: Tensor, value: Tensor, step: Tensor, rate: Tensor, skip: Tensor, offsets: list[int]
 ) -> Tensor:
-    """The definition: one state for each head, which begins at zero with each sequence."""
+    """The definition: one state per head, zero at the start of each sequence."""
     outputs = []
     for begin, end in zip(offsets, offsets[1:], strict=False):
         state = value.new_zeros(*value.shape[1:3], key.size(-1), value.size(-1))
@@ -27,7 +27,7 @@ def token_by_token(
 
 
 def inputs(num_tokens: int, *, groups: int = 2, ratio: int = 3, dk: int = 5, dv: int = 7) -> list[Tensor]:
-    """fp64; decays from nearly none to nearly everything."""
+    """fp64 inputs; decays from nearly none to nearly everything."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -65,7 +65,7 @@ def test_chunks_give_what_a_token_at_a_time_gives(lengths):
 
 def test_a_kernel_is_told_where_sequences_begin():
     def kernel(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int, **more: Any) -> Tensor:
-        """``mamba_chunk_scan_combined``'s arguments and shapes, a token at a time."""
+        """``mamba_chunk_scan_combined``'s arguments and shapes, token by token."""
         lengths = torch.bincount(more["seq_idx"][0]).tolist()
         assert more["seq_idx"].dtype == torch.int32 and lengths == [2, 5]
         heads = (b.size(2), -1)

@@ -1,4 +1,4 @@
-"""The gated delta rule: values by hand, chunks against a token at a time, packed against separate, gradients."""
+"""The gated delta rule: values by hand, chunks against single tokens, packed against separate, gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime_plugins.models.qwen3_next.packed_rows import PackedRows
 def token_by_token(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, strength: Tensor, offsets: list[int]
 ) -> Tensor:
-    """The definition: one state for each head, which begins anew with each sequence."""
+    """The definition: one state per head, reset at the start of each sequence."""
     query, key = unit(query) / math.sqrt(query.size(-1)), unit(key)
     outputs = []
     for begin, end in zip(offsets, offsets[1:], strict=False):
@@ -33,7 +33,7 @@ def token_by_token(
 def inputs(
     num_tokens: int, *, heads: int = 2, ratio: int = 3, dk: int = 5, dv: int = 7, seed: int = 0
 ) -> list[Tensor]:
-    """fp64; decays from nearly none to nearly everything."""
+    """fp64 inputs; decays from nearly none to nearly everything."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -48,7 +48,7 @@ def rows_of(offsets: list[int], chunk: int = 4) -> PackedRows:
 
 
 def test_two_tokens_by_hand():
-    # unit keys (1, 0) and (0.6, 0.8); the state keeps a half and is corrected by a quarter
+    # unit keys (1, 0) and (0.6, 0.8); the state decays by half and is corrected by a quarter
     key = torch.tensor([[[2.0, 0.0]], [[3.0, 4.0]]], dtype=torch.float64)
     query = torch.tensor([[[5.0, 0.0]], [[0.0, 7.0]]], dtype=torch.float64)
     value = torch.tensor([8.0, 1.0], dtype=torch.float64).view(2, 1, 1, 1)
@@ -58,7 +58,9 @@ def test_two_tokens_by_hand():
     first = 0.5 * 8.0  # written under (1, 0), read with (1, 0)
     change = 0.25 * (1.0 - 0.6 * first / 2)
     expected = torch.tensor([first, 0.8 * change], dtype=torch.float64) / math.sqrt(2)
-    torch.testing.assert_close(out.flatten(), expected, atol=1e-6, rtol=0)  # vectors are a little less than one long
+    torch.testing.assert_close(
+        out.flatten(), expected, atol=1e-6, rtol=0
+    )  # normalized vectors are slightly shorter than one
 
 
 @pytest.mark.parametrize("lengths", [(1,), (4,), (5,), (23,), (1, 9, 4, 13, 2), (3, 0, 6)])

@@ -1,4 +1,4 @@
-"""The layer as a whole: packed against separate, recomputed against kept, initial values."""
+"""The whole layer: packed against separate, recomputed against stored, initial values."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_recomputed_is_the_same():
     assert layer.recomputes_core
     hidden_in = hidden.clone().requires_grad_()
     out, _ = layer(hidden_in, packed_seq_params=packed(15, 5))
-    out.square().sum().backward()  # megatron-core's checkpoint works with backward() only
+    out.square().sum().backward()  # megatron-core's checkpoint supports only backward()
     assert torch.equal(out, kept)
     for gradient, parameter in zip(kept_gradients, [hidden_in, *layer.parameters()], strict=True):
         torch.testing.assert_close(parameter.grad, gradient)

@@ -1,4 +1,4 @@
-"""Where tokens lie in chunks, in the convolution's input, and on context-parallel ranks: index tensors by hand."""
+"""Positions of tokens in chunks, in the convolution's input, and on context-parallel ranks: indices by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime_plugins.models.qwen3_next.packed_rows import PackedRows, rows_or_zero
 
 def test_first_chunks_come_first_and_the_longest_sequence_before_the_others():
     rows = PackedRows.from_offsets([0, 2, 2, 7], conv_width=3, chunk=2)
-    # sequences 0..1 and 2..6; 7 stands for no token
+    # sequences 0..1 and 2..6; 7 means no token
     assert rows.chunk_tokens.tolist() == [[2, 3], [0, 1], [4, 5], [6, 7]]
     assert rows.chunks_of_step == (2, 1, 1)
     assert rows.chunk_places.tolist() == [2, 3, 0, 1, 4, 5, 6]

@@ -1,4 +1,4 @@
-"""The rollout buffer over its wire: what goes in, what comes out and when."""
+"""The rollout buffer over HTTP: what goes in, what comes out and when."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_group_leaves_when_it_is_complete_and_only_once():
     assert answer["data"]["meta_info"] == facts
     assert not client.post("/get_rollout_data").json()["success"]
     client.post("/buffer/write", json=item("b"))
-    # The statistics count from the last reading; the group is whole.
+    # The statistics count since the last read; the group is complete.
     answer = client.post("/get_rollout_data").json()["data"]
     assert (len(answer["data"]), answer["meta_info"]["total_samples"]) == (2, 1)
 

@@ -1,4 +1,4 @@
-"""Generator, service and rollout function together, over HTTP, in front of an engine that answers chat completions."""
+"""Generator, service and rollout function together, over HTTP, with an engine that answers chat completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.talking_engine import make_tokenizer
 
 
 class ChatEngine:
-    """Answers "the sum is in the box", in two pieces: each answer is aborted once."""
+    """Answers "the sum is in the box" in two pieces, because each answer is aborted once."""
 
     def __init__(self):
         self.bodies = []
@@ -116,7 +116,7 @@ def test_an_answer_that_was_cut_within_a_character_goes_on_before_it_with_the_ar
 
 
 def test_groups_are_counted_and_not_their_items(args, monkeypatch):
-    """A generator may post more items of an instance than are trained, or too few."""
+    """A generator may post more or fewer items of an instance than are trained."""
     reads = [["a"] * 5 + ["short"], ["b", "b"]]
 
     async def post(url, payload, **options):

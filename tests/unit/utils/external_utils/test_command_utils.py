@@ -1,4 +1,4 @@
-"""Commands that scripts of slime's users build: what would run, without running it."""
+"""Commands built by users' scripts: what would run, without running it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def commands(monkeypatch) -> list[str]:
 
 
 def run_with_stubs(command: str) -> list[str]:
-    """Run a training command with the cluster and the job replaced by lines that say what they were given."""
+    """Run a training command with stubs of the cluster and the job that print their arguments."""
     stubs = """
         start_ray() { echo "start_ray $*"; }
         start_nodes() { echo "start_nodes $*"; }

@@ -1,4 +1,4 @@
-"""Each method of the engine's client is a method of its actor, and takes the same arguments."""
+"""Each method of the engine's client is a method of its actor with the same parameters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Actor(WeightVerbs):
 
 
 class Direct(EngineProxy):
-    """Asks the actor at once."""
+    """Calls the actor directly."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor

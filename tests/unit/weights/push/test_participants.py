@@ -1,4 +1,4 @@
-"""Who is still in a push."""
+"""Which engines are still part of a push."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors on their way to an engine, by value and by handle."""
+"""Sending tensors to an engine, by value and by handle."""
 
 from __future__ import annotations
 

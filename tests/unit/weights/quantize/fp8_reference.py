@@ -18,7 +18,7 @@ def e4m3_value(byte: int) -> float:
 
 
 POSITIVE = np.array([e4m3_value(byte) for byte in range(127)])
-"""The finite numbers from 0 to 448; their place in the list is their byte."""
+"""The finite numbers from 0 to 448; a number's index is its byte."""
 
 
 def e4m3_bytes(values: np.ndarray) -> np.ndarray:
@@ -31,7 +31,7 @@ def e4m3_bytes(values: np.ndarray) -> np.ndarray:
 
 
 def quantize(weight: Tensor, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes and scales, one block after the other."""
+    """Bytes and scales, block by block."""
     matrix = weight.float().numpy()
     rows, columns = matrix.shape
     quantized = np.zeros((rows, columns), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""FP8 by block, row and matrix, and scales that are powers of two, against the format's table of numbers."""
+"""FP8 by block, row and matrix, and power-of-two scales, against the format's table of numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = ((256, 384), (1, 1), (130, 257), (127, 128), (5, 300), (300, 5))
 
 
 def random_weight(rows, columns, dtype=torch.float32, seed=0):
-    """Magnitudes over many powers of two, so that blocks have subnormal results too."""
+    """Magnitudes over many powers of two, so that blocks also have subnormal results."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator)
     return (weight * torch.exp2(torch.randint(-18, 3, (rows, columns), generator=generator))).to(dtype)
@@ -80,7 +80,7 @@ def test_weights_that_are_not_finite_are_named_when_asked(bad):
     for function in (quantize_block, quantize_channel, quantize_tensor):
         with pytest.raises(DataError, match="model.layers.3.mlp.up_proj.weight has NaN or infinite"):
             function(weight, name="model.layers.3.mlp.up_proj.weight")
-        _, scale = function(weight)  # unasked, the scale says so
+        _, scale = function(weight)  # without ue8m0 given, the scale's dtype decides
         assert not scale.isfinite().all()
 
 

@@ -1,4 +1,4 @@
-"""Integers with a scale per group, against plain Python, and their place in the words."""
+"""Integers with a scale per group, against plain Python, and their packing into words."""
 
 import math
 

@@ -39,7 +39,7 @@ def write_folder(source: Path) -> Path:
 
 def test_all_codes_and_exponents_are_those_of_transformers() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
-    for exponent in range(20, 235):  # beyond, products leave bf16's normal numbers
+    for exponent in range(20, 235):  # outside, products leave bf16's normal range
         scales = torch.full((1, 1, 16), exponent, dtype=torch.uint8)
         assert torch.equal(dequantize("X", codes, scales), convert_moe_packed_tensors(codes, scales))
     assert torch.equal(dequantize("X", *packed()), convert_moe_packed_tensors(*packed()))
@@ -64,7 +64,7 @@ def test_pushes_in_mxfp4_are_refused_with_the_way_out() -> None:
 
 
 def test_rows_are_rounded_to_the_nearest_number_and_ties_to_an_even_code() -> None:
-    """Scales 1 (the largest is 6) and 2 (a little more than 6); halfway points of all neighbours."""
+    """Scales 1 (the largest is 6) and 2 (slightly more than 6); midpoints of all neighbors."""
     halves = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
     row = torch.tensor([*halves, *(-x for x in halves), -0.0, 6.0] + [0.0] * 16)
     packed, scale = quantize_rows(torch.stack([row, 2 * row.clamp(max=3.25)]))

@@ -1,4 +1,4 @@
-"""The quantizer, and what a quantization_config asks for and leaves alone."""
+"""The quantizer, and what a quantization_config selects and excludes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders that are damaged, or that somebody made to do harm, in the trainer and in the converter."""
+"""Damaged and malicious checkpoint folders, in the trainer and in the converter."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_whole_checkpoint_is_read_with_digests_and_without(read, has_digests, 
         (folder / DIGEST_FILE).unlink()
     expected = {name: value for name, value in unwrap_model(good[1])[0].state_dict().items() if torch.is_tensor(value)}
     read_back = read(good, folder)
-    shared = [name for name in read_back if name in expected]  # a fused norm has a name of its own on disk
+    shared = [name for name in read_back if name in expected]  # a fused norm has another name on disk
     assert len(shared) > 10 and all(torch.equal(read_back[name], expected[name]) for name in shared)
 
 
@@ -126,7 +126,7 @@ def test_a_damaged_file_about_the_checkpoint_is_named(read, name, kind, has_dige
 
 
 def files_of_a_start(good: tuple[Namespace, Any], folder: Path, hf: Path) -> None:
-    """What the driver does before it asks for GPUs."""
+    """The driver's checks before it asks for GPUs."""
     flags = {"load": str(folder), "ref_load": None, "ckpt_step": None, "critic_args": None, "debug_train_only": False}
     check_contents(Namespace(**{**vars(good[0]), **flags, "hf_checkpoint": str(hf)}))
 
@@ -175,7 +175,7 @@ def test_damage_is_read_on_request(read, good, folder):
     assert len(read(good, folder, verify_checkpoint=False)) > 10
 
 
-# Harm
+# Malicious pickles
 
 
 class Calls:
@@ -189,7 +189,7 @@ class Calls:
 
 
 def two_steps(mark: Path) -> bytes:
-    """A pickle that finds ``os.system`` as an attribute of pathlib."""
+    """A pickle that reaches ``os.system`` as an attribute of pathlib."""
     command = f"touch {mark}".encode()
     return b"\x80\x04\x8c\x07pathlib\x8c\x09os.system\x93\x8c" + bytes([len(command)]) + command + b"\x85R."
 
@@ -203,7 +203,7 @@ def test_metadata_that_calls_a_function_is_read_without_calling_it(read, good, f
     metadata = TorchDistFolder(Path(good[0].save) / "iter_0000003")._metadata
     metadata.planner_data = Calls(os.system, f"touch {mark}")
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    read(good, folder)  # all that is needed is there
+    read(good, folder)  # the necessary files are there
     assert not mark.exists()
 
 

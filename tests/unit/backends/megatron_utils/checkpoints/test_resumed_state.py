@@ -1,4 +1,4 @@
-"""What a resumed run says of its schedule."""
+"""The schedule of a resumed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves on a disk that loses what was not synced, on a full disk, and with a limit on how many are kept."""
+"""Saves on a disk that loses unsynced data, on a full disk, and with a limit on the number kept."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def save(run: tuple[Namespace, Any], iteration: int, **options: Any) -> Path:
 
 
 class LossyDisk:
-    """What a power cut leaves: of a file what was last synced, in a folder the names that were there at its last sync.
+    """The state after a power cut: each file as last synced, each folder with the names of its last sync.
 
-    Renames within a folder are not lost by themselves: only the sync of the folder makes the new names last.
+    A rename within a folder survives only if the folder was synced afterwards.
     """
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_a_full_disk_is_named_and_leaves_only_the_checkpoint_before(room_bytes, 
     assert {path.name: path.read_bytes() for path in before.iterdir()} == content
     found = inspect_checkpoint(args.save, "--load")
     assert (found.folder, found.iteration) == (before, 1)
-    save(run, 2)  # with room it goes on
+    save(run, 2)  # continues once there is room
 
 
 def test_only_the_newest_checkpoints_up_to_the_present_one_are_kept(run):
@@ -136,7 +136,12 @@ def test_only_the_newest_checkpoints_up_to_the_present_one_are_kept(run):
     (Path(args.save) / "release").mkdir()
     publish_checkpoint(args.save, 3, keep_last=2)
     left = sorted(path.name for path in Path(args.save).iterdir() if path.is_dir())
-    assert left == ["iter_0000002", "iter_0000003", "iter_0000010", "release"]  # 10 is of a run that this one leaves
+    assert left == [
+        "iter_0000002",
+        "iter_0000003",
+        "iter_0000010",
+        "release",
+    ]  # 10 belongs to a run that this one leaves alone
     publish_checkpoint(args.save, 3)
     assert len([path for path in Path(args.save).iterdir() if path.is_dir()]) == 4
 

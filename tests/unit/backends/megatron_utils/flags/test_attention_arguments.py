@@ -1,4 +1,4 @@
-"""Flags of linear attention: what is read off a config.json, and what is refused with the flag's name."""
+"""Flags of linear attention: values derived from config.json, and refusals that name the flag."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_layers_and_sizes_come_from_the_checkpoint(checkpoint):
     assert args.attention_output_gate and args.apply_layernorm_1p and args.qk_layernorm
     sizes = (args.linear_num_key_heads, args.linear_num_value_heads, args.linear_key_head_dim)
     assert sizes == (8, 16, 24)
-    assert (args.linear_value_head_dim, args.linear_conv_kernel_dim) == (128, 4)  # config.json leaves them out
+    assert (args.linear_value_head_dim, args.linear_conv_kernel_dim) == (128, 4)  # absent from config.json
 
 
 def test_a_list_of_types_says_the_same_as_an_interval(tmp_path):

@@ -1,4 +1,4 @@
-"""Every field of megatron-core's configs is a flag, or says why not; values are parsed by the field's annotation."""
+"""Every field of megatron-core's configs is a flag or has a reason not to be; values follow the field's annotation."""
 
 from __future__ import annotations
 

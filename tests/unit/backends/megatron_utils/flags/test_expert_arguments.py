@@ -1,4 +1,4 @@
-"""Flags of experts: what is mapped to something equivalent, and what is refused with the flag to change."""
+"""Flags of experts: which are mapped to an equivalent, and which are refused with the flag to change."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def test_flags_of_missing_packages_are_mapped_and_said_once(caplog: pytest.LogCa
             "--moe-grouped-gemm",
         )
     assert args.moe_token_dispatcher_type == "alltoall" and not args.moe_enable_deepep and not args.moe_permute_fusion
-    assert args.moe_grouped_gemm  # torch's own grouped product
+    assert args.moe_grouped_gemm  # torch's grouped product
     assert sum("DeepEP" in record.getMessage() for record in caplog.records) == 1
     assert sum("--moe-permute-fusion" in record.getMessage() for record in caplog.records) == 1

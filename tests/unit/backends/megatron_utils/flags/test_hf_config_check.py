@@ -1,4 +1,4 @@
-"""Model flags against config.json: rounding is no difference; experts are counted by the key that the model reads."""
+"""Model flags against config.json: rounding is not a difference; experts are counted by the key the model reads."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ COMPOSITES = [
 
 
 def write_folder(folder: Path, config: Mapping[str, Any]) -> str:
-    """A folder with this config.json."""
+    """Write a folder with this config.json."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
@@ -137,7 +137,7 @@ def test_a_pattern_keeps_its_mlp_layers_where_sglang_was_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config_class = CONFIG_MAPPING["nemotron_h"]
-    kinds = {"M": "mamba", "*": "attention"}  # what SGLang 0.5.15 makes of it
+    kinds = {"M": "mamba", "*": "attention"}  # as SGLang 0.5.15 reads it
     monkeypatch.setattr(
         config_class, "_pattern_to_list", staticmethod(lambda text: [kinds[c] for c in text if c in kinds])
     )
@@ -150,7 +150,7 @@ def test_a_pattern_keeps_its_mlp_layers_where_sglang_was_imported(
 def test_a_key_that_config_json_lacks_has_the_default_of_transformers_class(tmp_path: Path, kind: str) -> None:
     config_class = CONFIG_MAPPING[all_families()[kind].read_as(kind)]
     full = {**config_class().to_diff_dict(), "model_type": kind}
-    if text := full.get("text_config"):  # the whole class may give its text other values than the text's class
+    if text := full.get("text_config"):  # the model's class may override defaults of the text class
         full["text_config"] = {**CONFIG_MAPPING[text["model_type"]]().to_diff_dict(), "model_type": text["model_type"]}
     said = config_says(read_hf_config(write_folder(tmp_path, full)))
     values = {name: flag.value for name, flag in said[0].items()}
@@ -216,7 +216,7 @@ def test_a_value_that_cannot_be_is_refused_with_its_file(tmp_path: Path, change:
 
 
 def test_the_record_of_a_run_is_no_model_to_start_from(tmp_path: Path) -> None:
-    """A run's folder has a config.json as well: of the job."""
+    """A run's folder also has a config.json, which describes the job."""
     model, run = tmp_path / "model", tmp_path / "run"
     for folder in (model, run):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""Flags of multi-latent attention against the HF config: what is derived, what is refused, and the model scripts."""
+"""Flags of multi-latent attention against the HF config: derived values, refusals, and the model scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed causal attention against the textbook formula, in one process and with the chunks of several ranks."""
+"""Packed causal attention against the textbook formula, in one process and in the chunks of several ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ DENSE = "--num-layers 1 --hidden-size 16 --num-attention-heads 4 --kv-channels 4
 
 
 def textbook_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """[l, heads, d]: softmax over the keys up to the query's own position, in fp64; the last ones coincide.
+    """[l, heads, d]: softmax in fp64 over the keys up to the query's position; queries are the last positions.
 
-    With a window, over the last so many of them.
+    With a window, over the last ``window`` keys only.
     """
     repeats = query.size(1) // key.size(1)
     q, k, v = (x.double() for x in (query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)))
@@ -53,7 +53,7 @@ def cumulative(lengths: list[int]) -> Tensor:
 def check_zigzag(
     monkeypatch: pytest.MonkeyPatch, attend: Any, qkv: list[Tensor], lengths: list[int], cp_size: int, expected: Tensor
 ) -> None:
-    """Every rank has the rows of ``expected`` that belong to its two chunks of each sequence."""
+    """Check that every rank has the rows of ``expected`` of its two chunks of each sequence."""
 
     def local(x: Tensor, rank: int) -> Tensor:
         pieces = []
@@ -62,7 +62,7 @@ def check_zigzag(
             pieces += [chunks[rank], chunks[2 * cp_size - 1 - rank]]
         return torch.cat(pieces)
 
-    # What a gather over the group would give: the slices of all ranks, one after the other; keys, then values.
+    # The result of a gather over the group: the slices of all ranks in order; keys, then values.
     gathered = [torch.cat([local(x, rank) for rank in range(cp_size)]) for x in qkv[1:]]
     for rank in range(cp_size):
         answers = iter(gathered)
@@ -78,7 +78,7 @@ def check_zigzag(
 def test_zigzag_ranks_together_give_the_attention_of_whole_sequences(
     monkeypatch: pytest.MonkeyPatch, cp_size: int
 ) -> None:
-    lengths = [2 * cp_size * chunk for chunk in (1, 3, 0, 2)]  # an empty one, as padding of no tokens is
+    lengths = [2 * cp_size * chunk for chunk in (1, 3, 0, 2)]  # the empty one is padding of length zero
     qkv = random_qkv(sum(lengths))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Stacked experts: the numbers of megatron-core's own, its parameter attributes, its checkpoint entries."""
+"""Stacked experts: results equal megatron-core's, parameter attributes, checkpoint entries."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_outputs_and_gradients_are_those_of_megatron_cores_experts(flags: tuple[
 
 
 def of_gpt_oss(experts: StackedExperts, rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """(up + 1) * gate * sigmoid(1.702 gate), both clamped, between two matrices with biases; times a probability."""
+    """(up + 1) * gate * sigmoid(1.702 gate), both clamped, between two matrices with biases, times a probability."""
     out, first, second = [], experts.linear_fc1, experts.linear_fc2
     for index, (x, prob) in enumerate(zip(rows.split(COUNTS.tolist()), probs.split(COUNTS.tolist()))):
         gate, up = (x @ first.weight[index].T + first.bias[index]).chunk(2, dim=-1)
@@ -122,7 +122,7 @@ def test_biases_and_the_clamped_gate_are_those_of_the_formula(flags: tuple[Any, 
 def test_drawing_them_leaves_the_generators_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
-    settings = config()  # which seeds all
+    settings = config()  # seeds all modules
     seeds.clear()
     StackedExperts(NUM_EXPERTS, settings, pg_collection=get_default_pg_collection())
     assert seeds == []
@@ -145,7 +145,7 @@ def test_experts_with_biases_are_not_cut_nor_shared(flags: tuple[Any, ...], mess
 
 @dataclass
 class Group:
-    """A process group as far as the parameters ask."""
+    """A process group with what the parameters use."""
 
     place: int
     count: int
@@ -158,7 +158,7 @@ class Group:
 
 
 def parts_of(name: str, ep: int, etp: int) -> list[StackedLinear]:
-    """One matrix of four experts as every rank of a layout holds it, from the same seed."""
+    """One matrix of four experts as each rank of a layout holds it, from the same seed."""
     settings, parts = config("--num-experts", 4), []
     is_gated = name == "linear_fc1"
     for ep_rank in range(ep):
@@ -173,7 +173,7 @@ def parts_of(name: str, ep: int, etp: int) -> list[StackedLinear]:
 
 
 def assembled(parts: list[StackedLinear]) -> torch.Tensor:
-    """The whole tensor of a checkpoint, from the entries of all ranks; every element is written once."""
+    """The whole tensor of a checkpoint, from the entries of all ranks; checks that each element is written once."""
     whole = times = None
     for part in parts:
         entry = part.sharded_entries("key.", ((0, 1, 3),))["weight"]
@@ -193,7 +193,7 @@ def assembled(parts: list[StackedLinear]) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["linear_fc1", "linear_fc2"])
 def test_every_layout_starts_from_the_same_experts_and_saves_the_same_tensor(name: str, ep: int, etp: int) -> None:
     (whole,) = parts_of(name, 1, 1)
-    # In the checkpoint as in the whole parameter: gates before ups, whatever the ranks hold.
+    # In the checkpoint, as in the whole parameter, gates come before ups, whatever the ranks hold.
     assert torch.equal(assembled([whole]), whole.weight)
     parts = parts_of(name, ep, etp)
     assert len({part.weight.shape for part in parts}) == 1
@@ -211,7 +211,7 @@ def test_checkpoints_are_exchanged_with_megatron_cores_experts(tmp_path: Path) -
         assert torch.equal(loaded[f"mlp.experts.{name}.weight"], expected)
 
 
-# One matrix product per expert: against fp64, with experts that have no token at all.
+# One matrix product per expert, against fp64; some experts have no tokens.
 
 
 LOCAL_COUNTS = [3, 0, 7, 1, 0]

@@ -1,4 +1,4 @@
-"""Multi-latent attention: its rotary numbers, its recompute modes, its names on disk, its weights on the way out."""
+"""Multi-latent attention: rotary embeddings, recompute modes, names on disk, exported weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sequences() -> list[Tensor]:
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "moonlight"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
-    """Flags and folder of a tiny checkpoint, with a query latent and without."""
+    """Flags and folder of a tiny checkpoint, with and without a query latent."""
     case = load_cases([request.param])[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     case.write_checkpoint(folder)
@@ -175,8 +175,8 @@ def test_what_sglang_fuses_travels_in_one_bucket(checkpoint: tuple[list[str], Pa
 
 
 def test_the_plain_reference_of_kimi_k2_is_transformers_deepseek_v3(tmp_path: Path) -> None:
-    """transformers has no Kimi-K2, whose published code is DeepSeek-V3's: on one checkpoint both give the same logits
-    and gradients."""
+    """transformers lacks Kimi-K2, whose published code is DeepSeek-V3's: both give equal logits and gradients on one
+    checkpoint."""
     hide_broken_torchvision()
     import transformers
 

@@ -1,4 +1,4 @@
-"""Layers with a norm on both sides; that they compute what GLM-4 does is the matrix's business (family glm4)."""
+"""Layers with a norm on both sides; the matrix (family glm4) checks that they compute what GLM-4 does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BOTH = {"post_self_attn_layernorm", "post_mlp_layernorm"}
 
 @pytest.fixture
 def build(tmp_path):
-    """Names of norms to an untrained model of GLM-4's family that has these."""
+    """Build untrained models of GLM-4's family with the given norms."""
     case = load_cases(["glm4-32b"])["glm4-32b"]
     case.write_checkpoint(tmp_path)
 

@@ -1,6 +1,6 @@
-"""Multi-token prediction beside the policy: its gradients stay in its own layers, and frozen layers stay as they are.
+"""Multi-token prediction beside the policy: its gradients stay in its layers, and frozen layers do not change.
 
-That the loss and the gradients are right is the matrix's business: families mimo and glm4_moe, in every layout.
+The matrix checks loss and gradients: families mimo and glm4_moe, in every layout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def trained(folder: Path, *flags: object, is_trained: bool = True) -> Iterator[tuple[Namespace, list, list[dict]]]:
-    """Args, model with the gradients of a step, and the reports of its micro-batches."""
+    """Args, model with the gradients of one step, and the reports of its micro-batches."""
     with one_process_world():
         args = trainer.make_args(CASE, folder, *flags)
         args.enable_mtp_training = is_trained
@@ -48,13 +48,13 @@ def trained(folder: Path, *flags: object, is_trained: bool = True) -> Iterator[t
 
 
 def gradients_of(model: list) -> dict[str, torch.Tensor]:
-    """By global name, of the parameters that have any."""
+    """Gradients by global name, of the parameters that have one."""
     shards = [shard for shard in iter_shards(model) if shard.parameter.requires_grad]
     return {shard.name: shard.parameter.main_grad.clone() for shard in shards}
 
 
 def metric(reports: list[dict], name: str) -> float:
-    """Its mean over the rollouts of the step."""
+    """The mean of a metric over the rollouts of the step."""
     values = [float(report["values"][1 + report["names"].index(name)]) for report in reports]
     return sum(values) / len(set(make_train_data(CASE.vocab_size)["rollout_ids"]))
 
@@ -81,7 +81,7 @@ def test_the_policy_does_not_notice_that_mtp_is_trained(folder, without, flags):
     for name, gradient in gradients.items():
         if not flags:
             assert torch.equal(ours[name], gradient), name
-        else:  # other sums of the same numbers
+        else:  # the same numbers are summed in another order
             torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5)
     assert all(gradient.any() for name, gradient in ours.items() if name.startswith("mtp."))
 

@@ -1,4 +1,4 @@
-"""The norm against its formula, and what megatron-core needs to know of its parameters."""
+"""The norm against its formula, and the parameter attributes that megatron-core needs."""
 
 from __future__ import annotations
 

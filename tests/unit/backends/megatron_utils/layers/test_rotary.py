@@ -1,4 +1,4 @@
-"""Packed rotary embedding: positions by hand, values against megatron-core's own, gradients by autograd."""
+"""Packed rotary embedding: positions by hand, values against megatron-core, gradients by autograd."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.train_data.context_parallel import CPRank
 
 
 class Group:
-    """What megatron-core asks of a process group here."""
+    """A process group with what megatron-core uses here."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -48,7 +48,7 @@ def test_the_result_is_that_of_megatron_core(interleaved: bool, rotated: int, ra
     tables = rotary_tables(params, freqs, 24 // size, CPRank(rank, size), interleaved=interleaved, mscale=1.3)
     torch.testing.assert_close(apply_rotary(x, tables, interleaved=interleaved), expected, atol=1e-6, rtol=0)
     again = rotary_tables(params, freqs, 24 // size, CPRank(rank, size), interleaved=interleaved)
-    assert again is tables  # the layers behind the first compute nothing
+    assert again is tables  # later layers reuse the first layer's tables
 
 
 def test_the_gradient_is_the_inverse_rotation() -> None:

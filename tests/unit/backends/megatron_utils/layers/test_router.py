@@ -1,4 +1,4 @@
-"""The router: its choice against plain references, balancing losses sample by sample, the count behind the bias."""
+"""The router: its choice against plain references, balancing losses per sample, the counts for the bias."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ WEIGHTS = torch.tensor([0.5, 2.0, 1.5])
 
 
 def reference_choice(x: Tensor, weight: Tensor, flags: tuple[Any, ...], bias: Tensor) -> Tensor:
-    """[T, E] weights of the chosen experts, token by token, as the papers write them."""
+    """[T, E] weights of the chosen experts, token by token, as in the papers."""
     rows = []
     for logits in x[:, 0] @ weight.t():
         scores = logits.sigmoid() if "sigmoid" in flags else logits.softmax(-1)
@@ -126,7 +126,7 @@ def test_balancing_losses_weigh_samples_and_pass_over_padding(kind: str) -> None
     x = tokens()
     (expected,) = torch.autograd.grad(0.3 * reference_loss(layer, x, kind), layer.weight)
     probs, _ = layer(x)
-    (probs.sum() * 0.0).backward()  # the loss itself has no gradient here: what remains is the balancing loss
+    (probs.sum() * 0.0).backward()  # the loss itself has no gradient here; only the balancing loss has
     torch.testing.assert_close(layer.weight.grad, expected)
 
 
@@ -134,7 +134,7 @@ def test_the_bias_counts_real_tokens_once_and_moves_towards_the_unloaded() -> No
     layer = router(*BIAS, "--moe-router-bias-update-rate", 0.25)
     layer.samples = samples(WEIGHTS)
     with torch.no_grad():
-        layer(tokens())  # a log-prob pass, or the first pass over a recomputed layer
+        layer(tokens())  # a log-prob pass, or the first pass of a recomputed layer
     assert not layer.local_tokens_per_expert.any()
     _, routing_map = layer(tokens())
     counts = routing_map[: sum(LENGTHS)].sum(0).float()
@@ -149,13 +149,13 @@ def test_the_load_of_a_step_is_that_of_its_real_tokens(flags: tuple[Any, ...]) -
     load = ExpertLoad([torch.nn.ModuleDict({"layer": layer, "mtp": router(*flags)})], num_layers=2, num_experts=6)
     layer.samples = samples(WEIGHTS)
     with torch.no_grad():
-        layer(tokens())  # a log-prob pass, or the first pass over a recomputed layer
+        layer(tokens())  # a log-prob pass, or the first pass of a recomputed layer
     counts = sum(layer(tokens())[1][: sum(LENGTHS)].sum(0).double() for _ in range(2))
     metrics = load.take_metrics()
     assert metrics["expert_load/layer_1/max_over_mean"] == pytest.approx(float(counts.max() / counts.mean()))
     assert metrics["expert_load/layer_1/idle"] == int((counts == 0).sum()) / NUM_EXPERTS
     assert not any("layer_2" in name for name in metrics)
-    assert load.take_metrics() == {}  # each step counts by itself
+    assert load.take_metrics() == {}  # counts restart with each step
 
 
 def test_the_balance_of_the_layers_by_hand() -> None:

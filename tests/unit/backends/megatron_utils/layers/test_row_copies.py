@@ -1,4 +1,4 @@
-"""Copies of rows and their sums: hand values, gradients, and sums in fp32."""
+"""Copies of rows and their sums: values by hand, gradients, and sums in fp32."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from slime.backends.megatron_utils.layers.row_copies import RowCopies, copy_rows, sum_copies
 
 ROWS = [2, 0, 2, 3, 2]
-"""Row of each copy; row 1 of 4 has none."""
+"""Source row of each copy; row 1 of 4 has none."""
 
 
 def test_hand_values() -> None:

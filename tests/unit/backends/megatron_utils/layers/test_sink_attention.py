@@ -1,4 +1,4 @@
-"""Attention with sinks against its formula in fp64: packed, with windows, on the ranks of context parallelism."""
+"""Attention with sinks against its formula in fp64: packed, with windows, and under context parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens to their experts and back: the rows, counts and gradients of megatron-core's own dispatcher, sums in fp32."""
+"""Token dispatch to experts and back: rows, counts and gradients equal megatron-core's dispatcher; sums in fp32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config(*flags: Any) -> Any:
 
 
 def routing() -> tuple[Tensor, Tensor]:
-    """Probabilities [T, E] of which k in each row count, and which; the last expert gets no token."""
+    """Probabilities [T, E] with k chosen experts per row, and the choice; the last expert gets no token."""
     scores = torch.rand(NUM_TOKENS, NUM_EXPERTS, generator=torch.Generator().manual_seed(4))
     scores[:, -1] = 0.0
     routing_map = torch.zeros_like(scores).scatter(1, scores.topk(TOPK).indices, 1.0).bool()
@@ -37,7 +37,7 @@ def routing() -> tuple[Tensor, Tensor]:
 
 
 def run(dispatcher: Any, tokens: Tensor) -> list[Tensor]:
-    """Rows, counts, probabilities, what comes back, and both gradients."""
+    """Rows, counts, probabilities, the combined output, and both gradients."""
     probs, routing_map = routing()
     rows, counts, row_probs = dispatcher.dispatch_postprocess(
         *dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(tokens, routing_map, probs))
@@ -80,10 +80,13 @@ def test_outputs_of_a_tokens_experts_are_added_up_in_fp32() -> None:
     [
         ((), True),
         (("--moe-permute-fusion",), True),
-        (("--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"), True),  # without DeepEP: alltoall
+        (
+            ("--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"),
+            True,
+        ),  # without DeepEP it falls back to alltoall
         (("--moe-flex-dispatcher-backend", "deepep", "--moe-token-dispatcher-type", "flex"), True),
         (("--moe-token-dispatcher-type", "allgather"), True),
-        (("--moe-expert-capacity-factor", 1.0), False),  # tokens are dropped: not k experts each
+        (("--moe-expert-capacity-factor", 1.0), False),  # drops tokens, so tokens do not have k experts each
     ],
 )
 def test_which_dispatcher_serves_which_flags(flags: tuple[Any, ...], is_ours: bool) -> None:

@@ -1,4 +1,4 @@
-"""The critic's output layer: what it computes, and where its weights come from."""
+"""The critic's output layer: its result, and the origin of its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers choose keys, whose choice the others attend to, and where the pipeline may be cut."""
+"""Which layers choose keys, whose choice other layers use, and where the pipeline may be split."""
 
 from __future__ import annotations
 

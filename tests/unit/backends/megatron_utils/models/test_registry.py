@@ -45,7 +45,7 @@ def test_a_type_that_no_file_declares_has_no_family() -> None:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Model types by file, of a registry that has only these and a file without families."""
+    """Model types by file, in a registry with only these files and one file without families."""
     declared: dict[str, tuple[str, ...]] = {}
     (tmp_path / "declares.py").write_text("\nFAMILIES = ()\n")
     (tmp_path / "shares.py").write_text("RULES = ()\n")

@@ -1,4 +1,4 @@
-"""SGLang's group of a trainer rank and engines: whoever breaks it, the trainer does not wait without end."""
+"""SGLang's process group of a trainer rank and engines: the trainer never waits forever, whoever breaks the group."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_trainer_leaves_sglangs_group_too_when_an_engine_did_not_join_it(mon
 
 
 class WireOfTorch:
-    """A group as SGLang makes it: torch knows it by its name."""
+    """A group as SGLang creates it; torch knows it by name."""
 
     def __init__(self) -> None:
         self.groups: list[Any] = []
@@ -89,7 +89,7 @@ def test_a_group_of_sglangs_that_an_engine_broke_is_ended_and_a_restarted_engine
 ) -> None:
     group = EngineGroup("slime")
     for answer in (Answer(EngineError("it died")), Answer()):
-        engines = [Engine(0, answer, num_gpus=0)]  # the trainer is alone in the group
+        engines = [Engine(0, answer, num_gpus=0)]  # the trainer is the group's only member
         participants = Participants(engines, CLOCK)
         group.form(engines, participants)
         assert not participants.reasons

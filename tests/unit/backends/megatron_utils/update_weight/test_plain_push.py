@@ -1,4 +1,4 @@
-"""The plain push of one rank to engines beside it: its order, and what an engine that fails does to it."""
+"""The plain push of one rank to engines beside it: its order, and failing engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TENSORS = {"norm": torch.randn(7), "up": torch.randn(33, 5), "down": torch.randn
 
 
 class Weights:
-    """All tensors, of which a bucket of 600 bytes has one."""
+    """All tensors; a bucket of 600 bytes holds one."""
 
     form, bucket_bytes = HfForm("qwen3", Namespace(has_query_latent=False), ""), 600  # type: ignore[arg-type]
 
@@ -44,7 +44,7 @@ class Answer:
 
 
 class Engine(EngineProxy):
-    """Takes tensors as they are; ``fault`` is the name of a request that it refuses."""
+    """Takes tensors as they are; refuses the request named ``fault``."""
 
     num_gpus, is_colocated, loaders = 1, True, ()
 
@@ -124,12 +124,12 @@ def test_a_comparison_is_refused() -> None:
 
 
 class FirstOfTwo(TrainerRanks):
-    """Rank 0; the other, whose GPU is the engine's second, gives ``other`` for its own handle."""
+    """Rank 0 of two; the other rank, on the engine's second GPU, contributes the handle ``other``."""
 
     other = "its memory"
 
     def gather(self, own: Any) -> list[Any]:
-        if isinstance(own, tuple):  # a meeting
+        if isinstance(own, tuple):  # a barrier
             return [own, (None if self.other else "out of memory", {}, None)]
         return [own, own and self.other]
 

@@ -1,4 +1,4 @@
-"""What a checkpoint has in fp32 stays so, and a narrower push tells what it loses."""
+"""fp32 tensors of a checkpoint stay fp32, and a narrower push reports what it loses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.matrix.parity import one_process_world
 
 
 def test_the_loss_is_counted_by_hand() -> None:
-    """Of four weights one stays, one moves too little for bf16, two enough."""
+    """Of four weights, one is unchanged, one changes too little for bf16, and two change enough."""
     model = torch.nn.Linear(4, 1, bias=False)
     model.weight.data = torch.tensor([[1.0, 1.0, 1.0, 1.0]])
     estimate = CastLossEstimate([model], torch.bfloat16)
@@ -52,7 +52,7 @@ FP32_OF = {
     ),
     "gpt_oss": ("self_attn.sinks", "mlp.router.weight", "mlp.router.bias"),
 }
-"""Families and the tensors that a folder in bf16 holds in fp32, as published ones do and as any may."""
+"""Families, and the tensors that a bf16 folder holds in fp32: as published, or as any folder may."""
 
 
 def test_engines_get_in_fp32_what_they_hold_in_fp32_from_a_folder_in_fp32_too(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_what_a_bf16_folder_has_in_fp32_stays_so_in_model_push_and_export(
 def test_a_resume_gives_each_parameter_its_own_optimizer_state_in_any_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """megatron-core's optimizer has fp32 parameters of a group before those in bf16, whatever their place in it."""
+    """megatron-core's optimizer sorts a group's fp32 parameters before bf16 ones, wherever they are in it."""
     case = load_cases(["qwen3_5"])["qwen3_5"]
     case.write_checkpoint(tmp_path / "fp32")
     monkeypatch.setattr(matrix_case, "FP32_IN_BF16_CHECKPOINTS", FP32_OF["qwen3_5_moe"])
