@@ -159,7 +159,7 @@ _start_ray_once() {
     mapfile -t ports < <(free_ports 6)
     export RAY_API_SERVER_ADDRESS="http://127.0.0.1:${ports[1]}"
     export RAY_ADDRESS="127.0.0.1:${ports[0]}"
-    echo "ray: starting a cluster with ${num_gpus} GPUs (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
+    echo "ray: starting a cluster with ${num_gpus} GPU(s) (dashboard ${RAY_API_SERVER_ADDRESS}, logs ${_RAY_DIR})"
     # Workers take any free port: with a fixed range, two clusters on one machine would try the same ports.
     # A bundle of the job has one GPU and one CPU; engines, managers and the job itself need CPUs too.
     setsid ray start --head --block --disable-usage-stats --temp-dir "${_RAY_DIR}/ray" --node-ip-address 127.0.0.1 \

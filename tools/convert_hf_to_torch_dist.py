@@ -182,7 +182,7 @@ def convert(args: Namespace) -> Path:
     folder = convert_hf_checkpoint(args, args.hf_checkpoint)
     if dist.get_rank() == 0:
         num_bytes, elapsed = sum(path.stat().st_size for path in folder.iterdir()), time.monotonic() - start
-        logger.info("converted %s to %s: %.2f GiB in %.1f s", args.hf_checkpoint, folder, num_bytes / 2**30, elapsed)
+        logger.info("Converted %s to %s: %.2f GiB in %.1f s", args.hf_checkpoint, folder, num_bytes / 2**30, elapsed)
     dist.destroy_process_group()
     return folder
 

@@ -174,7 +174,7 @@ def convert(options: Namespace, *, load_workers: int = 1, save_workers: int = 0)
         if origin:
             _drop_quantization(target)
     elapsed = time.monotonic() - start
-    logger.info("wrote %d tensors, %.2f GiB, to %s in %.1f s", len(names), writer.total_bytes / 2**30, target, elapsed)
+    logger.info("Wrote %d tensors, %.2f GiB, to %s in %.1f s", len(names), writer.total_bytes / 2**30, target, elapsed)
     return target
 
 
@@ -234,7 +234,7 @@ def _drop_quantization(target: Path) -> None:
     config = read_model_config(target)
     if (plain := without_quantization(config)) != config:
         (target / "config.json").write_text(json.dumps(plain, indent=2) + "\n")
-        logger.info("the result is not quantized: removed the quantization from its config.json")
+        logger.info("The result is not quantized: removed the quantization from its config.json")
 
 
 def main() -> None:

@@ -86,7 +86,7 @@ def plain_weights_of(folder: str | Path) -> PlainWeights | None:
         )
     if plain is None:
         logger.warning(
-            "no family of slime_plugins/models is a %s: every matrix is quantized but the embeddings, "
+            "No family of slime_plugins/models is a %s: every matrix is quantized but the embeddings, "
             "lm_head and routers; see that engines hold no other in a plain linear layer", config.get("model_type"),
         )  # fmt: skip
     return plain

@@ -197,7 +197,9 @@ def derive_precision(args: Namespace) -> None:
         cuda = is_for_cuda(args.runs_here)
         args.bf16 = cuda
         args.fp32 = not cuda
-        logger.info("Precision: %s (change it with --fp32, --bf16 or --fp16)", "bf16" if cuda else "fp32: no CUDA")
+        logger.info(
+            "Precision: %s (change it with --fp32, --bf16 or --fp16).", "bf16" if cuda else "fp32, without CUDA"
+        )
 
 
 _OF_SAVES = ("save_interval", "save_hf", "async_save", "keep_last")

@@ -150,7 +150,7 @@ def _start(num_gpus: int | None, num_cpus: int | None) -> None:
             # Ray raises a plain Exception when it times out.
             if "timed out during startup" not in str(error) or attempt == START_ATTEMPTS:
                 raise
-            logger.warning("attempt %d of %d to start Ray failed: %s", attempt, START_ATTEMPTS, error)
+            logger.warning("Attempt %d of %d to start Ray failed: %s", attempt, START_ATTEMPTS, error)
 
 
 def _client_level() -> int:

@@ -87,7 +87,7 @@ def start_distributed_post(args: Namespace) -> DistributedPost:
         options["runtime_env"] = {"env_vars": COMMON_ACTOR_ENV}
         posters += [_RemotePoster.options(**options).remote(args) for _ in range(count)]
     wait_for([poster.ready.remote() for poster in posters], what="the posting actors", timeout_s=START_TIMEOUT_S)
-    logger.info("posting requests from %d actors on %d nodes", len(posters), len(nodes))
+    logger.info("Posting requests from %d actors on %d nodes", len(posters), len(nodes))
     transport = DistributedPost(posters)
     set_post_transport(transport)
     return transport

@@ -90,7 +90,7 @@ class WeightPush:
                 was_refused = self._report_refusals()
                 if not self.ask_manager("find_dead_engines", 0.0 if was_refused else 10.0) and not was_refused:
                     raise
-                logger.warning("no engine took the push; retrying: %s", error)
+                logger.warning("No engine took the push; retrying: %s", error)
             self._recover_engines()
 
     def serve_new_engines(self) -> None:
@@ -108,7 +108,7 @@ class WeightPush:
             self._failed_resends += 1
             if self._failed_resends >= MAX_FAILED_RESENDS:
                 raise
-            logger.warning("new engines did not take the weights; will retry: %s", error)
+            logger.warning("New engines did not take the weights; will retry: %s", error)
         self._report_refusals()
 
     def _report_refusals(self) -> bool:
@@ -181,7 +181,7 @@ class WeightPush:
         except ProcessError as error:
             if not self.restarts_engines:
                 raise
-            logger.warning("a new engine is waiting for its router: %s", error)
+            logger.warning("A new engine is waiting for its router: %s", error)
 
     def ask_manager(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Call a method of the rollout manager and wait for its result."""

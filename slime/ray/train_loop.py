@@ -70,7 +70,7 @@ def tell_if_finished(load: str, start_rollout_id: int, num_rollout: int) -> None
     """Log a warning if a resumed run has nothing left to train."""
     if 0 < num_rollout <= start_rollout_id:
         logger.warning(
-            "nothing left to train: --load %s already has all %d rollouts; raise --num-rollout to continue.",
+            "Nothing left to train: --load %s already has all %d rollouts; raise --num-rollout to continue.",
             load, num_rollout,
         )  # fmt: skip
 

@@ -221,7 +221,7 @@ def wait_for(
             meanwhile()
             next_act = time.monotonic() + meanwhile_every_s
         if time.monotonic() >= next_report:
-            logger.info("still waiting for %s: %.0f s so far", what, time.monotonic() - start)
+            logger.info("Still waiting for %s: %.0f s so far", what, time.monotonic() - start)
             next_report += report_every_s
     values = [results[ref] for ref in ordered]
     return values[0] if single else values

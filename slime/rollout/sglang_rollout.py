@@ -494,9 +494,10 @@ async def abort(args: Namespace, rollout_id: int, *, timeout_s: float | None = N
                 break
             _, pending = await asyncio.wait(pending, timeout=min(repeat_s, wait.remaining_s))
             num_done = len(tasks) - len(pending)
-            wait.show(num_done, "groups back")
+            left = f"{len(pending)} groups pending"
+            wait.show(num_done, left)
             if pending and wait.remaining_s <= 0:
-                what, left = f"The abort of rollout {rollout_id}", f"{len(pending)} groups pending"
+                what = f"The abort of rollout {rollout_id}"
                 raise await deadline_error(config, what, wait, num_done=num_done, pending=left)
             repeat_s = min(2 * repeat_s, MAX_REPEAT_S)
         groups = [result_of(task, "A group") for task in tasks]

@@ -167,9 +167,9 @@ async def wait_for_all(config: RolloutConfig, title: str, tasks: Collection[asyn
             for task in done:
                 task.result()
             num_done = len(tasks) - len(pending)
-            wait.show(num_done, unit)
+            left = f"{len(pending)} {unit} pending"
+            wait.show(num_done, left)
             if pending and wait.remaining_s <= 0:
-                left = f"{len(pending)} {unit} pending"
                 raise await deadline_error(config, f"The {title}", wait, num_done=num_done, pending=left)
     finally:
         wait.close()

@@ -1,4 +1,4 @@
-"""Every ``path.py: function`` in the walks of docs/architecture.md exists, and each walk follows the calls."""
+"""Every ``path.py: function`` in the walks of docs/architecture.md exists."""
 
 from __future__ import annotations
 

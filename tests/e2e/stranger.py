@@ -92,7 +92,7 @@ def check_a_stranger_gets_nothing(job: Job, folder: Path, address: str, page_por
     """
     assert stat.S_IMODE(secret_file.stat().st_mode) == 0o600
     secret = secret_file.read_text().strip()
-    line = re.search(r"listening, guarded by the job's secret: (.*)", job.text())
+    line = re.search(r"Listening, guarded by the job's secret: (.*)", job.text())
     assert line is not None
     router, engine = (re.search(rf"{who} .*?(http://\S+?:\d+)", line[1])[1] for who in ("router", "engine"))
     page = f"http://{address}:{page_port}"

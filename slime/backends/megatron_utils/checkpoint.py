@@ -103,7 +103,7 @@ def save_checkpoint(
         state["rng_state"] = rng_state()
     write_checkpoint(state, folder, background=background)
     if dist.get_rank() == 0:
-        verb = "copied" if background is not None else "wrote"
+        verb = "Copied" if background is not None else "Wrote"
         logger.info("%s checkpoint %s in %.1f s", verb, folder, time.monotonic() - start)
     return folder
 
@@ -153,7 +153,7 @@ def _remove_old(root: Path, iteration: int, keep_last: int, reference_of: Callab
         folder = checkpoint_folder(root, old)
         (folder / FORMAT_FILE).unlink(missing_ok=True)  # first, so that a half-removed folder is not a checkpoint
         shutil.rmtree(folder, ignore_errors=True)
-        logger.info("removed the checkpoint %s (--keep-last %d)", folder, keep_last)
+        logger.info("Removed the checkpoint %s (--keep-last %d)", folder, keep_last)
 
 
 def common_state(args: Namespace, iteration: int | str) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def load_checkpoint(
             load_optimizer(reader, common, model_state(model), optimizer, opt_param_scheduler)
     if not args.no_load_rng:
         load_generators(reader, common)
-    logger.info("resumed from %s", reader.folder)
+    logger.info("Resumed from %s", reader.folder)
     return int(iteration)
 
 
@@ -292,7 +292,7 @@ def load_weights(
     _load_model(vars(args), reader, saved_args, model, flag, added)
     if added is not None and saved_args is not None:
         added.check_saved(saved_args, f"{flag} {found.folder}")
-    logger.info("loaded the weights of %s", found.folder)
+    logger.info("Loaded the weights of %s", found.folder)
     return reader, found.iteration, common
 
 

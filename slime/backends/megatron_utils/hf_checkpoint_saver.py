@@ -72,7 +72,7 @@ def save_hf_model_to_path(
             writer.add_all(in_layout_of(source, is_left_out, stored, verify=args.verify_checkpoint))
         writer.close()
         logger.info(
-            "wrote the HF model %s: %.2f GiB in %.1f s",
+            "Wrote the HF model %s: %.2f GiB in %.1f s",
             output_dir,
             writer.total_bytes / 2**30,
             time.monotonic() - start,

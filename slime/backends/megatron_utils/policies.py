@@ -111,7 +111,7 @@ class Policies:
             if (folder / FORMAT_FILE).is_file():
                 return str(folder)
         logger.warning(
-            "the reference was the actor of rollout %d (--ref-update-interval %d), which is not saved in %s: until "
+            "The reference was the actor of rollout %d (--ref-update-interval %d), which is not saved in %s: until "
             "the next update it is --ref-load %s again. Save at multiples of the interval (--save-interval).",
             updated, args.ref_update_interval, " or ".join(map(str, given)) or "any folder (--save)", args.ref_load,
         )  # fmt: skip

@@ -87,7 +87,7 @@ class ChildProcess:
                 # Ctrl-C on the terminal reaches only the owner, which ends its children in order.
                 start_new_session=True,
             )
-        logger.info("%s: process %d, log %s", name, self._popen.pid, self.log_path)
+        logger.info("Started %s: process %d, log %s", name, self._popen.pid, self.log_path)
         try:
             assert self._popen.stdin is not None, "stdin was asked for as a pipe"
             self._popen.stdin.write(json.dumps(dict(settings)).encode())

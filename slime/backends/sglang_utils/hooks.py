@@ -55,7 +55,7 @@ def _has_plugins() -> bool:
     try:
         import sglang.srt.plugins.hook_registry  # noqa: F401 - is it there
     except ImportError:
-        logger.warning("this SGLang has no plugins: it runs without slime's hooks")
+        logger.warning("This SGLang has no plugins: it runs without slime's hooks")
         return False
     return True
 

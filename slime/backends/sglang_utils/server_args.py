@@ -188,5 +188,5 @@ def keep_known(server_args: Mapping[str, Any], known_fields: Collection[str]) ->
     server_args = {name: value for name, value in server_args.items() if name not in RENAMED_FIELDS} | renamed
     dropped = sorted(set(server_args) - set(known_fields))
     if dropped:
-        logger.info("not supported by the installed SGLang, left out: %s", ", ".join(dropped))
+        logger.info("Not supported by the installed SGLang, left out: %s", ", ".join(dropped))
     return {name: value for name, value in server_args.items() if name in known_fields}

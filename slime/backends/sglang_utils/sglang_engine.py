@@ -210,7 +210,7 @@ class SGLangEngine(EngineServer):
             try:
                 unregister_worker(self.router, self.server.url)
             except ProcessError as error:
-                logger.warning("engine %d stays in the router's list: %s", self.rank, error)
+                logger.warning("Engine %d stays in the router's list: %s", self.rank, error)
         if self.process is not None:
             self.process.stop()
             self.process = None

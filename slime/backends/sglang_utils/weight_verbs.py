@@ -61,7 +61,7 @@ class WeightVerbs:
         try:
             self.post("/destroy_weights_update_group", {"group_name": group_name})
         except ProcessError as error:
-            logger.info("group %s was not destroyed on engine %d: %s", group_name, self.rank, error)
+            logger.info("Group %s was not destroyed on engine %d: %s", group_name, self.rank, error)
 
     def update_weights_from_tensor(
         self,

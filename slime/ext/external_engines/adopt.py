@@ -58,7 +58,7 @@ def adopt_external_engines(args: Namespace, gpus: GpuSlice) -> list[RolloutServe
             nodes_per_engine=1,
         )
         group.info = info
-        logger.info("external engine %s: %s, %d GPUs", info.url, info.worker_type, info.num_gpus)
+        logger.info("External engine %s: %s, %d GPUs", info.url, info.worker_type, info.num_gpus)
         server.groups.append(group)
         group.start()
         gpu_offset += config.num_gpus
@@ -79,7 +79,7 @@ def warn_of_other_dtype(url: str, *, served: str, trained: str | None) -> None:
         return
     flag = _TRAINER_FLAGS.get(served)
     logger.warning(
-        "the external engine %s computes in %s and the trainer in %s, so that their log-probs differ (|dlogp|) and "
+        "The external engine %s computes in %s and the trainer in %s, so that their log-probs differ (|dlogp|) and "
         "the narrower one rounds the weights; start the engine with --dtype %s%s",
         url, served, trained, trained, f", or give {flag} to this run" if flag else "",
     )  # fmt: skip

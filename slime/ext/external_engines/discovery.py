@@ -157,7 +157,7 @@ def check_capabilities(args: Namespace, info: ExternalEngineInfo) -> None:
     served = told.get("model_path")
     if served and served != args.hf_checkpoint:
         logger.warning(
-            "the external engine %s was started with %s, this run has --hf-checkpoint %s; the weights are pushed, the "
+            "The external engine %s was started with %s, this run has --hf-checkpoint %s; the weights are pushed, the "
             "architecture must be the same",
             info.url, served, args.hf_checkpoint,
         )  # fmt: skip

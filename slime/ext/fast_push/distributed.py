@@ -135,7 +135,7 @@ class WeightGroup:
             channel.abandon()
             is_broken = True
             failures = failures or wait_together(requests, timeout_s)
-            logger.warning("bucket %d was not broadcast in group %s: %s", bucket_index, self.name, error)
+            logger.warning("Bucket %d was not broadcast in group %s: %s", bucket_index, self.name, error)
         if failures or is_broken:
             self._channel = None
             channel.leave()

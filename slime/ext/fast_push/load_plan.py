@@ -77,7 +77,7 @@ class LoadPlan:
         """Tensor -> all tensors, itself included, that the model loads together."""
         self.is_traced = not trace.unknown
         if trace.unknown:
-            logger.warning("every push to this engine will use its model's own loader: %s", trace.unknown)
+            logger.warning("Every push to this engine will use its model's own loader: %s", trace.unknown)
             self.stock = dict.fromkeys(manifest.by_name, trace.unknown)
             self.fills = []
         else:

@@ -82,7 +82,7 @@ def reporting(model: nn.Module) -> Iterator[list[str]]:
     try:
         yield problems
     except Exception as error:  # an exception must not reach the scheduler, which it would end
-        logger.exception("weight check failed")
+        logger.exception("Weight check failed")
         problems.append(f"the check itself failed: {type(error).__name__}: {error}")
     _PROBLEMS.extend(problems)
 

@@ -298,7 +298,7 @@ class ModelLoad:
             bucket, joined = packed(complete.assembled)
             wrong |= _names_elsewhere(*make_table(plan, bucket), joined)
         if wrong:
-            logger.warning("the load plan is wrong for %s; the model's own loader takes over", sorted(wrong)[:5])
+            logger.warning("The load plan is wrong for %s; the model's own loader takes over", sorted(wrong)[:5])
             plan.distrust(wrong, "the plan and the model's own loader disagree")
             self._tables = {}
         untraced = [(name, tensor) for name, tensor in named_tensors if name in plan.stock]

@@ -131,7 +131,7 @@ def send_buckets(push: CarriedPush, buckets: Buckets, carrier: Carrier, *, by_st
                 f"weight version {push.version} was sent {push.num_attempts} times, and each time a broadcast "
                 "broke; look at the network between the trainer and the engines"
             )
-        logger.warning("repeating push %s without the engines that broke it", push.id)
+        logger.warning("Repeating push %s without the engines that broke it", push.id)
 
 
 # Requests of rank 0 to the engines at each step; engines that fail are excluded

@@ -69,7 +69,7 @@ class VerifiedPush(Transport):
         self._is_plain = bool(unverified) and self.carrier.needs_loader
         if unverified and self._ranks.rank == 0:
             logger.warning(
-                "engines %s run without slime's loader: pushes to them are not verified%s; start them with "
+                "Engines %s run without slime's loader: pushes to them are not verified%s; start them with "
                 "slime's --custom-weight-loader (docs/engines.md)",
                 unverified, ", and one that fails ends the push to all" if self._is_plain else "",
             )  # fmt: skip
@@ -115,7 +115,7 @@ class VerifiedPush(Transport):
             kept = left_out_tensors(form.folder, form.weight_map, form.dims, source.manifest)
             if kept and self._ranks.rank == 0:
                 logger.info(
-                    "engines keep %d tensors of %s that this trainer does not have, such as %s",
+                    "Engines keep %d tensors of %s that this trainer does not have, such as %s",
                     len(kept), form.folder, kept[0].name,
                 )  # fmt: skip
             self._buckets = DigestedBuckets(source, kept)

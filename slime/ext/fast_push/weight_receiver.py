@@ -64,7 +64,7 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
         try:
             _RANK.handle(model, message)
         except Exception as error:  # an exception must not reach the scheduler, which it would end
-            logger.exception("the weight receiver failed at %s", message["verb"])
+            logger.exception("The weight receiver failed at %s", message["verb"])
             _RANK.record(message, error)
 
 

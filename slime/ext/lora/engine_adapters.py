@@ -170,4 +170,4 @@ def _finish_unloading(engine: WeightVerbs, held: ServedAdapters) -> None:
         if unloading is not None:
             unloading.result(engine.args.weight_update_timeout_s)
     except (NoAnswer, TimeoutError):
-        logger.info("engine %d: requests of an old adapter still run; the new one waits in its queue", engine.rank)
+        logger.info("Engine %d: requests of an old adapter still run; the new one waits in its queue", engine.rank)

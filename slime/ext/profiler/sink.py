@@ -60,7 +60,7 @@ class TrainProfiler(Sink):
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"{TARGETS[name]}_rollout{fields['rollout']}_rank{self._rank}.json.gz"
             profiler.export_chrome_trace(str(path))
-            logger.info("profile of %s written to %s", TARGETS[name], path)
+            logger.info("Profile of %s written to %s", TARGETS[name], path)
         num_steps = self._config.memory_snapshot_num_steps
         if self._records_memory and name == "train" and fields["rollout"] + 1 == num_steps:
             self._dump_memory(f"rollout{fields['rollout']}")
@@ -70,4 +70,4 @@ class TrainProfiler(Sink):
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"memory_{tag}_rank{self._rank}_{int(time.time())}.pickle"
         torch.cuda.memory._dump_snapshot(str(path))
-        logger.info("memory snapshot written to %s", path)
+        logger.info("Memory snapshot written to %s", path)

@@ -162,7 +162,7 @@ def _send(copy: StateCopy, rank: int, keeper: Any, counting: int | None, timeout
         wait_for(list(under_way), what="the last chunks to reach their keeper", timeout_s=timeout_s)
         wait_for(keeper.finish.remote(rank, digests), what="the end of a copy in a keeper", timeout_s=timeout_s)
     except KEEPER_ERRORS as error:
-        logger.warning("a keeper did not take the state after rollout %d: %s", copy.rollout_id, error)
+        logger.warning("A keeper did not take the state after rollout %d: %s", copy.rollout_id, error)
         return False
     return True
 
@@ -297,7 +297,7 @@ class MemoryCheckpoints:
             if not ray.wait(sends, num_returns=len(sends), timeout=0)[1]:
                 self._count(ray.get(sends, timeout=60))
         except RayError as error:
-            logger.warning("a copy in memory was not completed: %s", str(error).splitlines()[0])
+            logger.warning("A copy in memory was not completed: %s", str(error).splitlines()[0])
         self._under_way = None
 
     def drop(self) -> None:

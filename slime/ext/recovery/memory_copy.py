@@ -62,7 +62,7 @@ def copy_state(
     tensors |= own_tensors(optimizer)
     copy = StateCopy.take(rollout_id, tensors, values, room=last.data if last is not None else None)
     seconds = time.monotonic() - started
-    logger.info("copied %.3f GiB of state after rollout %d in %.2f s", copy.data.numel() / 2**30, rollout_id, seconds)
+    logger.info("Copied %.3f GiB of state after rollout %d in %.2f s", copy.data.numel() / 2**30, rollout_id, seconds)
     return copy
 
 
@@ -99,7 +99,7 @@ def restore_state(copy: StateCopy, model: list[torch.nn.Module], optimizer: Any,
         wrapped.start_param_sync(force_sync=True)
     load_schedule(values, scheduler)
     set_generators(values["rng_state"])
-    logger.info("resumed from the copy of the state after rollout %d", copy.rollout_id)
+    logger.info("Resumed from the copy of the state after rollout %d", copy.rollout_id)
     return copy.rollout_id
 
 

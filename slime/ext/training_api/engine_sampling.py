@@ -100,7 +100,7 @@ class EngineSampling:
             try:
                 one.wait(self.args.weight_update_timeout_s)
             except EngineError as error:  # it has none of it, or is about to be replaced
-                logger.warning("engine %d did not unload %s: %s", engine.index, name, error)
+                logger.warning("Engine %d did not unload %s: %s", engine.index, name, error)
 
     def complete(self, *, doubted: str | None = None) -> None:
         """Load in every engine what it lacks.

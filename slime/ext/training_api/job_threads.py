@@ -74,7 +74,7 @@ class JobThreads:
         try:
             await loop.run_in_executor(self._trainer_thread, self._job.finish)
         except ProcessError as error:
-            logger.warning("trainer or engines did not end in an orderly way: %s", error)
+            logger.warning("Trainer or engines did not end in an orderly way: %s", error)
         self._trainer_thread.shutdown(wait=False)
         self._engine_thread.shutdown(wait=False)
 
@@ -91,7 +91,7 @@ class JobThreads:
 
     def _died(self, error: BaseException) -> BackendDied:
         if self._death is None:
-            logger.error("the service ends: %s", error)
+            logger.error("The service ends: %s", error)
             self._death = BackendDied(f"{type(error).__name__}: {error}")
         return self._death
 

@@ -77,7 +77,7 @@ class EngineFleet:
             if lines != self._said:
                 self._said = lines
                 guard = "no secret" if Trust.of(self.args).job_secret is None else "the job's secret"
-                logger.info("listening, guarded by %s: %s", guard, "; ".join(lines))
+                logger.info("Listening, guarded by %s: %s", guard, "; ".join(lines))
 
     def stop(self) -> None:
         """Stop engines and routers cleanly; external ones keep running."""

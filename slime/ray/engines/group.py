@@ -133,7 +133,7 @@ class EngineGroup:
     def start(self) -> None:
         """Start every engine; called again, restart only those that ended.  ``models.wait_until_serving`` waits."""
         for index, reason in self.find_exited(EXITS_TIMEOUT_S, [EngineState.STARTING]).items():
-            logger.warning("restarting %s: %s", self.name_of(index), reason)
+            logger.warning("Restarting %s: %s", self.name_of(index), reason)
             self._kill(index)
         if missing := [index for index in self.indices(EngineState.STARTING) if self.engines[index] is None]:
             refs, nodes = self._launch(missing, register=True), self.nodes_per_engine
@@ -279,7 +279,7 @@ class EngineGroup:
         last = ""
         register = not self.takes_updates
         for attempt in range(1, MAX_START_ATTEMPTS + 1):
-            logger.info("restarting %s (attempt %d of %d)", self.name_of(index), attempt, MAX_START_ATTEMPTS)
+            logger.info("Restarting %s (attempt %d of %d)", self.name_of(index), attempt, MAX_START_ATTEMPTS)
             deadline_s = time.monotonic() + start_timeout_s(self.args.engine_start_timeout_s)
             try:
                 if register:
@@ -319,7 +319,7 @@ class EngineGroup:
         try:
             unregister_worker(self.router.control, url)
         except ProcessError as error:
-            logger.warning("could not remove %s from the router: %s", self.name_of(index), error)
+            logger.warning("Could not remove %s from the router: %s", self.name_of(index), error)
 
     def _shut_down(self, index: int) -> None:
         self.shutting_down += [actor.shutdown.remote() for actor in self.actors_of(index) if actor is not None]

@@ -113,7 +113,7 @@ class RolloutServer:
             except ProcessError as error:
                 if attempt == MAX_START_ATTEMPTS:
                     raise
-                logger.warning("the router %s failed again (attempt %d): %s", self.router.url, attempt, error)
+                logger.warning("The router %s failed again (attempt %d): %s", self.router.url, attempt, error)
 
     def _register_engines(self, router: RouterHandle) -> None:
         for group in self.groups:
@@ -250,7 +250,7 @@ def _start_own_router(start_at: Callable[..., RouterHandle], wanted_port: int | 
                 ) from error
             if not attempts_left:
                 raise
-            logger.warning("restarting the router on other ports: %s", error)
+            logger.warning("Restarting the router on other ports: %s", error)
 
 
 def server_of(args: Namespace, model: ModelConfig, *, is_first: bool) -> RolloutServer:

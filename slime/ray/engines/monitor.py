@@ -76,7 +76,7 @@ class HealthMonitor:
             try:
                 self._check()
             except Exception:  # thread boundary: a monitor must not die silently
-                logger.exception("a health check raised an error; the next check is in %.0f s", self._interval_s)
+                logger.exception("A health check raised an error; the next check is in %.0f s", self._interval_s)
             self._stopped.wait(min(EXIT_POLL_S, self._interval_s))
 
     def _check(self) -> None:

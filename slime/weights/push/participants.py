@@ -81,7 +81,7 @@ class Participants:
     def exclude(self, index: int, reason: str) -> None:
         """Exclude an engine; later reasons are ignored."""
         if index not in self.reasons:
-            logger.error("engine %d is excluded from the push: %s", index, reason)
+            logger.error("Engine %d is excluded from the push: %s", index, reason)
             self.reasons[index] = reason
 
     def merge(self, reasons_of_ranks: Sequence[Mapping[int, str]]) -> None:

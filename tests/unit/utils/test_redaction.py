@@ -146,7 +146,7 @@ def test_no_log_line_holds_a_secret(args, capsys):
         {"url": "http://10.0.0.1:30000/generate?n=3&input_key=prompt", "mail": "me@host", "path": "/a@b/c"},
         {"command": ["train.py", "--input-key", "prompt", "--lr", "1e-6"], "pair": ["input_key", "label_key"]},
         {"json": '{"input_key": "a", "pad_token": "x" }', "yaml": "max_tokens: 5\nstop_token_ids:\n- 3"},
-        {"log": "listening, guarded by the job's secret: router default", "flag": "--no-job-secret: whoever asks"},
+        {"log": "Listening, guarded by the job's secret: router default", "flag": "--no-job-secret: whoever asks"},
         {"wandb_key": None, "sglang_api_key": "", "router_control_plane_api_keys": []},
         ["x", 1, 2.5, None, True, (1, "a"), {"b"}, torch.float32, Path("a/b"), b"abc", float, np.arange(3)],
     ],

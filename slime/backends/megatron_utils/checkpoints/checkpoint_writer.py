@@ -302,11 +302,11 @@ class BackgroundSave:
                 self._is_written = True
                 self._publish_if_due()
         except BaseException as error:
-            logger.exception("checkpoint %s could not be written", folder)
+            logger.exception("Checkpoint %s could not be written", folder)
             self._error = error
             return
         if dist.get_rank(self._group) == 0:
-            logger.info("checkpoint %s is on disk, %.1f s behind training", folder, time.monotonic() - start)
+            logger.info("Checkpoint %s is on disk, %.1f s behind training", folder, time.monotonic() - start)
 
     def publish(self, save_dir: str, iteration: int | str) -> None:
         """Publish the checkpoint as soon as it is on disk."""

@@ -78,7 +78,7 @@ def _flags_schedule(ours: dict[str, Any], saved: dict[str, Any]) -> dict[str, An
     differing = [name for name in ours.keys() - idle - {"num_steps"} if saved.get(name, ours[name]) != ours[name]]
     if differing:
         changes = ", ".join(f"{name} {saved[name]} -> {ours[name]}" for name in sorted(differing))
-        logger.warning("the flags change the schedule of the checkpoint (in samples): %s", changes)
+        logger.warning("The flags change the schedule of the checkpoint (in samples): %s", changes)
     return ours | {"num_steps": saved["num_steps"]}
 
 

@@ -182,7 +182,7 @@ class OnThread:
                 self._undo(result)
         except PUSH_FAILURES as error:
             # Logged here: engines that wait for this rank fail later, and their errors would hide the cause.
-            logger.warning("the trainer's part in a weight group failed: %s", reason_of(error))
+            logger.warning("The trainer's part in a weight group failed: %s", reason_of(error))
             self._error = error
 
     def drop(self) -> None:

@@ -144,4 +144,4 @@ def test_it_is_told_too_where_an_engine_waited_for_the_trainer_in_vain(
     participants = Participants(engines, PushClock(0.4))
     EngineGroup("slime").form(engines, participants)
     assert participants.reasons[0].startswith("EngineError: no answer within")
-    assert "the trainer's part in a weight group failed: RuntimeError: no NIC is up" in caplog.text
+    assert "The trainer's part in a weight group failed: RuntimeError: no NIC is up" in caplog.text
