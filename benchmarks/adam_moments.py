@@ -1,8 +1,8 @@
-"""One optimizer step over a flat parameter: torch's fused AdamW beside ours with bf16 and fp16 moments.
+"""One optimizer step over a flat parameter: torch's fused AdamW against ours with bf16 and fp16 moments.
 
     python benchmarks/adam_moments.py --elements 1000000000        # on a GPU; smaller on a CPU
 
-Prints for each: milliseconds of a step (median), bytes of state for each element, and the ratio of times to torch's.
+Prints for each: milliseconds per step (median), bytes of state per element, and the ratio of times to torch's.
 """
 
 from __future__ import annotations

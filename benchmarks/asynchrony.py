@@ -1,19 +1,19 @@
-"""What asynchrony gives: the same work synchronous, one step ahead and fully asynchronous, on two GPUs.
+"""The gain from asynchrony: the same work synchronous, one step ahead and fully asynchronous, on two GPUs.
 
     python benchmarks/asynchrony.py --out runs/asynchrony
     python benchmarks/asynchrony.py --out /tmp/a --model tiny --prompts 4 --median 12 --cap 64 -- --fp32   # a CPU
     python benchmarks/asynchrony.py --out /tmp/a --merge /tmp/b/numbers.json /tmp/c/numbers.json           # one table
 
-Every mode is a whole job with random weights of the model's shape.  The length of each response is that of one seeded
-trace (log-normal, ``--median``, ``--sigma``, ``--cap``), a function of the sample's index alone, and forced; rewards
-are random.  Measured are the rollouts between the second and the last but one, from metric record to metric record:
-trained response tokens a second, and of each GPU the share of time without a running kernel (NVML).
+Every mode is a whole job with random weights of the model's shape.  Response lengths follow a seeded trace
+(log-normal, ``--median``, ``--sigma``, ``--cap``), depend only on the sample's index, and are forced; rewards
+are random.  The rollouts from the second to the last but one are measured, from metric record to metric record:
+trained response tokens per second, and for each GPU the share of time without a running kernel (NVML).
 
-All jobs start at once and wait with their first request until it is their turn, so that starts cost time only once.
-Where two trainers do not fit one GPU, run each mode by itself, one behind the other or each on GPUs of its own
+All jobs start at once and hold their first request until their turn, so that the start-up time is spent only once.
+If two trainers do not fit on one GPU, run each mode separately, one after the other or on different GPUs
 (``CUDA_VISIBLE_DEVICES``), and merge their numbers.
-``--out`` gets the folder of each job, ``numbers.json``, ``asynchrony.json`` (a file of benchmarks/results) and
-``asynchrony.png``.  Flags behind ``--`` are train.py's.
+``--out`` receives the folder of each job, ``numbers.json``, ``asynchrony.json`` (a file of benchmarks/results) and
+``asynchrony.png``.  Flags after ``--`` are train.py's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ MODES = {
     "staleness 2": f"{FULLY} 2",
     "staleness 4": f"{FULLY} 4",
 }
-"""Script and flags of each mode; the first shares both GPUs, the others have one for the trainer and one engine."""
+"""Script and flags of each mode; the first shares both GPUs, the others have one for the trainer and one for an
+engine."""
 FLAGS = """
 --actor-num-nodes 1 --actor-num-gpus-per-node 1 --rollout-num-gpus-per-engine 1 --input-key prompt --label-key label
 --apply-chat-template --rm-type random --n-samples-per-prompt 8 --rollout-temperature 1 --use-dynamic-batch-size
@@ -61,22 +62,22 @@ FLAGS = """
 --sglang-server-concurrency 256 --custom-generate-function-path benchmarks.asynchrony.generate
 """
 SAMPLE_S = 0.1
-"""Between two looks at the GPUs."""
+"""Seconds between two readings of the GPUs."""
 LAST_S = 20.0
-"""For a job to end after its last step, while the next begins."""
+"""Seconds for a job to end after its last step, while the next begins."""
 
 
 # Inside the jobs
 
 
 def response_length(index: int, trace: dict[str, float]) -> int:
-    """Return the tokens of the response of sample ``index``."""
+    """Return the number of tokens in the response of sample ``index``."""
     drawn = trace["median"] * random.Random(1_000_003 * index + 17).lognormvariate(0.0, trace["sigma"])
     return max(4, min(int(trace["cap"]), int(drawn)))
 
 
 async def generate(args: Namespace, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """Answer a sample as a job does, with the length that the trace says; the first waits for its job's turn."""
+    """Answer a sample as a job does, with the trace's length; the first sample waits for its job's turn."""
     from slime.rollout import sglang_rollout
 
     folder = Path(args.save)
@@ -95,7 +96,7 @@ async def generate(args: Namespace, sample: Any, sampling_params: dict[str, Any]
 def write_model(folder: Path, model: str, *, has_weights: bool = True) -> None:
     """Write the tiny task's prompts and tokenizer to ``folder``, with a random model of the shape of ``model``.
 
-    Without weights, ``config.json`` is all that is of that model.
+    Without weights, only ``config.json`` describes that model.
     """
     import torch
     import transformers
@@ -117,11 +118,11 @@ def write_model(folder: Path, model: str, *, has_weights: bool = True) -> None:
     made.save_pretrained(folder / "hf")
     del made
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # the jobs have the GPU from now on
+        torch.cuda.empty_cache()  # the jobs use the GPU from now on
 
 
 def command(mode: str, options: argparse.Namespace, extra: list[str]) -> list[str]:
-    """Return the words that start the job of a mode."""
+    """Return the command that starts the job of a mode."""
     task, save = options.out / "task", folder_of(mode, options)
     script, *words = MODES[mode].format(twice=2 * options.prompts).split()
     words = [
@@ -152,19 +153,19 @@ def start(mode: str, options: argparse.Namespace, extra: list[str]) -> subproces
 
 
 class Sampler(threading.Thread):
-    """The share of time in which each GPU had a kernel running, as NVML tells it; nothing without NVML."""
+    """Measures the share of time in which each GPU runs a kernel, by NVML; nothing without NVML."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.samples: list[tuple[float, list[int]]] = []
 
     def run(self) -> None:
-        """Look at the GPUs until the program ends."""
+        """Sample the GPUs until the program ends."""
         try:
             import pynvml
 
             pynvml.nvmlInit()
-            shown = os.environ.get("CUDA_VISIBLE_DEVICES")  # of which NVML knows nothing
+            shown = os.environ.get("CUDA_VISIBLE_DEVICES")  # NVML ignores it
             indices = map(int, shown.split(",")) if shown else range(pynvml.nvmlDeviceGetCount())
             gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices]
         except Exception as error:  # no library, no driver
@@ -192,7 +193,7 @@ def wait_for_starts(jobs: dict[str, subprocess.Popen[bytes]], options: argparse.
 
 
 def leave(job: subprocess.Popen[bytes]) -> None:
-    """Let a job end that has made its steps."""
+    """Let a job end that has finished its steps."""
     try:
         job.wait(timeout=LAST_S)
     except subprocess.TimeoutExpired:
@@ -207,9 +208,9 @@ def measure(
     sampler: Sampler,
     limit_s: float,
 ) -> dict[str, Any]:
-    """Let a job make its steps, within ``limit_s``; returns its numbers.
+    """Let a job run its steps, within ``limit_s``; return its numbers.
 
-    The job ``before`` it ends while this one's first requests, which are not measured, are on their way.
+    The previous job, ``before``, ends while this one's first, unmeasured requests run.
     """
     folder = folder_of(mode, options)
     (folder / "go").touch()
@@ -245,7 +246,7 @@ def measure(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table; factors are against the synchronous job."""
+    """Return a Markdown table; factors are relative to the synchronous job."""
     lines = [
         "| mode | rollouts | seconds | tokens/s | times synchronous | idle share of each GPU | trainer waits |",
         "|---|--:|--:|--:|--:|---|--:|",
@@ -283,7 +284,7 @@ def result(options: argparse.Namespace, rows: list[dict[str, Any]], command: str
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw what each GPU did in each mode, in the same seconds."""
+    """Draw what each GPU did in each mode, on one time axis."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -312,7 +313,7 @@ def write(options: argparse.Namespace, extra: list[str], rows: list[dict[str, An
 
 
 def merge(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Make one result of those of several runs of this program; options are those of the first."""
+    """Merge the results of several runs of this program; the options are those of the first."""
     options.out.mkdir(parents=True, exist_ok=True)
     runs = [json.loads(path.read_text()) for path in options.merge]
     rows = [row for run in runs for row in run["rows"]]
@@ -323,7 +324,7 @@ def merge(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run(options: argparse.Namespace, extra: list[str]) -> list[dict[str, Any]]:
-    """Run the modes; returns a row of numbers for each."""
+    """Run the modes; return a row of numbers for each."""
     began_s = time.monotonic()
     write_model(options.out / "task", options.model)
     sampler = Sampler()
@@ -345,7 +346,7 @@ def run(options: argparse.Namespace, extra: list[str]) -> list[dict[str, Any]]:
 
 
 def leave_all(jobs: dict[str, subprocess.Popen[bytes]]) -> None:
-    """End the jobs; their GPUs are free afterwards."""
+    """End the jobs and free their GPUs."""
     for job in jobs.values():
         job.terminate()
     for mode, job in jobs.items():

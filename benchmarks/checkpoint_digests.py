@@ -1,18 +1,18 @@
-"""What the digests of a save and a load cost, and the job's secret in a request: with them and without, in turns.
+"""Cost of digests in saves and loads, and of the job's secret in a request, with and without in alternation.
 
     python benchmarks/checkpoint_digests.py [--mib 512] [--rounds 5] [--folder DIR] [--json FILE]
 
 One process writes and reads bf16 matrices as a ``torch_dist`` checkpoint, writes them as a Hugging Face folder, loads
 a Qwen3 of that size from such a folder into the trainer's model, and asks two servers on loopback for an answer of 64
-tokens: an engine's guard stands before one of them and gets the secret.
-"Without" takes the place of the digest's arithmetic alone.  For each:
+tokens; one of them is behind an engine's guard and gets the secret.
+"Without" replaces only the digest's arithmetic.  For each it prints:
 
-* the median of the ratios of runs that follow each other, of the clock and of the process's CPU seconds, with the
-  quartiles of those ratios: what else the machine does is in both,
-* for digests the seconds in which a thread that writes or reads waits for one, hands one out or computes it itself,
-  beside the seconds of the whole.  The rest of a digest goes by while the same thread copies or waits for the disk.
+* the median of the ratios of consecutive runs, in wall-clock and in the process's CPU seconds, with the
+  quartiles of those ratios, which include other load of the machine,
+* for digests, the seconds in which a reading or writing thread waits for one, hands one over or computes it itself,
+  beside the total seconds.  Other digest work overlaps with copying or waiting for the disk.
 
-The page cache holds what was written, so that a load is as fast, and digests as dear, as they get.
+The page cache holds the written data, so that loads are as fast, and digests relatively as costly, as possible.
 """
 
 from __future__ import annotations
@@ -55,34 +55,34 @@ from slime.weights.hf_files import HfFolderWriter
 from tests.unit.backends.megatron_utils.megatron_case import hf_flags, parse, start_parallel, write_hf_model
 
 ROWS = 4096
-"""Of a matrix; with as many columns it has 32 MiB."""
+"""Rows of a matrix; with as many columns it has 32 MiB."""
 REQUESTS = 300
-"""In a run of one server."""
+"""Requests in a run of one server."""
 SECRET = "0123456789abcdef" * 4
 
 Times = tuple[float, float]
-"""Seconds of the clock, and of the CPU in all threads."""
+"""Wall-clock seconds, and CPU seconds of all threads."""
 
 
 class NoHash:
-    """Takes the place of a digest that is being computed."""
+    """Replaces a digest that is being computed."""
 
     def update(self, data: Any) -> None:
         """Do nothing with the bytes."""
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Do nothing."""
 
     def hexdigest(self) -> str:
-        """Return what no reader compares."""
+        """Return a value that no reader compares."""
         return "0" * 16
 
 
 class Exposed:
-    """Seconds for which threads stood still because of digests, by thread.
+    """Measures the seconds for which threads are blocked by digests, by thread.
 
-    While it is installed, threads of pools named "digest" compute behind their backs; what is counted is the time to
-    hand work to them, to wait for it, and to digest small pieces at once.
+    While it is installed, threads of pools named "digest" compute in the background; it counts the time to
+    hand work to them, to wait for it, and to digest small pieces directly.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Exposed:
         file_digests.xxhash.xxh3_64 = TimedHash
 
     def timed(self, act: Callable[[], Any]) -> Any:
-        """Carry something out; its time counts for this thread, unless it computes for others."""
+        """Run a function; its time counts for this thread, unless the thread computes for others."""
         start = time.perf_counter()
         try:
             return act()
@@ -119,14 +119,14 @@ class Exposed:
                 self.seconds[threading.get_ident()] += time.perf_counter() - start
 
     def take(self) -> float:
-        """Return the seconds of the thread that stood still longest, and begin anew."""
+        """Return the seconds of the thread that was blocked longest, and reset."""
         seconds = max(self.seconds.values(), default=0.0)
         self.seconds.clear()
         return seconds
 
 
 def timed(act: Callable[[], Any]) -> Times:
-    """Return the seconds that something takes."""
+    """Return the seconds that a function takes."""
     start, cpu = time.perf_counter(), time.process_time()
     act()
     return time.perf_counter() - start, time.process_time() - cpu
@@ -168,7 +168,7 @@ def save_hf(tensors: dict[str, torch.Tensor], folder: Path, *, digests: bool) ->
 
 
 def model_loads(root: Path, mib: int) -> tuple[Callable[..., Times], int]:
-    """Return what loads a model as the trainer does, and its size in MiB."""
+    """Return a function that loads a model as the trainer does, and the model's size in MiB."""
     sizes = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
     write_hf_model(root / "fp32", "qwen3", num_hidden_layers=max(1, mib // 30), vocab_size=32000, **sizes)
     with (
@@ -212,7 +212,8 @@ def start_server(app: Any) -> str:
 
 
 def request_runs() -> Callable[..., Times]:
-    """Return what asks the guarded server, or the other, :data:`REQUESTS` times; client and server count."""
+    """Return functions that query the guarded or the other server :data:`REQUESTS` times; client and server both
+    count."""
     urls = {True: start_server(ServerGuard(answer, secret=SECRET, is_local=False)), False: start_server(answer)}
     http_utils.add_job_servers(urls[True])
     http_utils._CLIENT.secret = SECRET
@@ -226,7 +227,7 @@ def request_runs() -> Callable[..., Times]:
 
 
 def compare(run: Callable[..., Times], rounds: int, exposed: Exposed | None) -> dict[str, Any]:
-    """Run in turns with and without; return the ratios and the exposed share."""
+    """Run with and without in alternation; return the ratios and the exposed share."""
     pairs, shares = [], []
     run(digests=True), run(digests=False)
     for index in range(rounds):

@@ -2,8 +2,8 @@
 
     python benchmarks/convert_checkpoint.py [--folder DIR] [--layers N] [--experts N]
 
-Every conversion is the command-line tool in a process of its own; its peak memory is that of the kernel's accounting,
-less what the same tool takes for a tiny model.  The result must equal the source bit for bit.
+Every conversion is the command-line tool in a separate process; its peak memory comes from the kernel's accounting,
+minus what the same tool needs for a tiny model.  The result must equal the source bit for bit.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ usage = resource.getrusage(resource.RUSAGE_CHILDREN)
 open(sys.argv[1], "w").write(f"{usage.ru_maxrss * 1024} {usage.ru_utime + usage.ru_stime}")
 sys.exit(status)
 """
-"""Starts the program from a small process: a child's accounting begins with the peak memory of its parent."""
+"""Starts the program from a small process, because a child's accounting begins with its parent's peak memory."""
 
 
 def run(*command: object) -> tuple[str, float]:
@@ -154,7 +154,7 @@ def logged_seconds(text: str) -> float:
 
 
 def check_equal(source: Path, result: Path) -> int:
-    """Compare all tensors; gives their number."""
+    """Compare all tensors; return their number."""
     where = json.loads((result / "model.safetensors.index.json").read_text())["weight_map"]
     count = 0
     for path in sorted(source.glob("*.safetensors")):
@@ -168,7 +168,7 @@ def check_equal(source: Path, result: Path) -> int:
 
 
 def convert_there_and_back(source: Path, work: Path, *sizes: int) -> dict[str, tuple[float, float]]:
-    """Return name of the work -> seconds and peak memory; the plain way back must give the source."""
+    """Return name of the work -> seconds and peak memory; the plain conversion back must give the source."""
     flags = (*flags_of(*sizes), "--hf-checkpoint", source, "--save", work / "dist")
     back = ("--input-dir", work / "dist/release", "--origin-hf-dir", source, "--chunk-size", SHARD_BYTES)
     threads = ("--load-max-workers", 2, "--save-max-workers", 2)

@@ -1,10 +1,10 @@
-"""A push over disk of what changed against a push of everything: bytes, and seconds on either side.
+"""A delta push over disk against a full push: bytes, and seconds on either side.
 
     python benchmarks/delta_push.py --gib 1 --lr 1e-6
 
-The weights are normal random numbers of standard deviation 0.02 in bf16, the change is a real one: Adam moves fp32
-master weights, whose bf16 rounding is what engines get.  One process writes and one host reads, on one disk, each with
---workers threads.  Reading the same bytes back from the page cache flatters a network disk.
+The weights are normal random numbers of standard deviation 0.02 in bf16, and the change is realistic: Adam updates
+fp32 master weights, and engines get their bf16 rounding.  One process writes and one host reads, on one disk, each
+with --workers threads.  Reading the same bytes back from the page cache is faster than any network disk.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Model:
         self._optimizer = torch.optim.AdamW(self._masters, lr=lr, weight_decay=0.1, betas=(0.9, 0.98))
 
     def step(self) -> None:
-        """One step of Adam on gradients without a direction: the least that training moves."""
+        """One step of Adam on random gradients: the smallest change that training makes."""
         for master in self._masters:
             master.grad = torch.randn(SHAPE)
         self._optimizer.step()
@@ -62,7 +62,7 @@ def as_bytes(weight: torch.Tensor) -> Bytes:
 
 
 def write_whole(root: Path, number: int, weights: dict[str, torch.Tensor]) -> float:
-    """Seconds to write and publish a whole version."""
+    """Seconds to write and publish a full version."""
     start = time.perf_counter()
     final = version_folder(root, number)
     unfinished = begin_version(final)

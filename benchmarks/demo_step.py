@@ -1,4 +1,4 @@
-"""The demo job's flags, engine and trainer in one process without Ray: what the benchmarks measure with."""
+"""The demo job's flags, engine and trainer in one process without Ray, for the benchmarks."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def demo_args(folder: Path, num_prompts: int, num_samples: int, more: Sequence[s
 
 
 def start_engine(args: Namespace, undo: ExitStack) -> SGLangEngine:
-    """One engine behind a router; ``args`` learns the router's address, ``undo`` ends both."""
-    first = random.randint(21000, 30000)  # not of SEED: two benchmarks may start at once
+    """One engine behind a router; ``args`` gets the router's address, ``undo`` ends both."""
+    first = random.randint(21000, 30000)  # independent of SEED: two benchmarks may start at once
     router = start_router(
         args, host="127.0.0.1", port=get_free_port(first), prometheus_port=find_available_port(first)
     )
@@ -100,7 +100,7 @@ def start_trainer(args: Namespace, undo: ExitStack) -> MegatronTrainRayActor:
 
 
 class InProcessEngine(EngineProxy):
-    """The engine as a weight push sees it.  Each request runs in a thread and is timed under its own name."""
+    """The engine as a weight push sees it.  Each request runs in a thread and is timed by name."""
 
     index, num_gpus, gpu_offset, is_colocated, loaders = 0, 1, 0, True, (RECEIVER,)
 
@@ -124,7 +124,7 @@ class InProcessEngine(EngineProxy):
 
 
 class Pending:
-    """A request on its way."""
+    """A running request."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
@@ -135,7 +135,7 @@ class Pending:
 
 
 def worked_samples(num_samples: int) -> list[Sample]:
-    """Answers as the demo's policy gives them, 60 % of them right; those of a fixed length hold nothing to grade."""
+    """Answers like those of the demo's policy, 60 % of them right; answers of a fixed length cannot be graded."""
     rng = random.Random(SEED)
     samples = []
     for _ in range(num_samples):
@@ -149,7 +149,7 @@ def worked_samples(num_samples: int) -> list[Sample]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is gone afterwards."""
+    """A folder that is removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="slime-step-phases-"))
     try:
         yield folder

@@ -1,16 +1,16 @@
-"""Seconds of the Python that a first push costs on both sides, beside the push after it and beside plainer ways.
+"""Python seconds of a first push on both sides, against later pushes and against plainer ways.
 
     python benchmarks/first_push.py                            # the 37,491 tensors of Qwen3-30B-A3B, on a CPU
     python benchmarks/first_push.py --layers 4 --experts 8     # seconds
 
-One process holds both sides, as ``weight_push_ways.py`` does, in blockwise FP8: the model as the trainer builds it and
-as SGLang does, with as many layers and experts as the true one and with widths of 128, so that bytes cost little.
-Messages go as between a job's processes, without the server in between.  Every second is one of this thread's
-processor time, so that other work on the machine does not count.
+One process holds both sides, as in ``weight_push_ways.py``, in blockwise FP8: the trainer's model and SGLang's, with
+the real number of layers and experts but widths of 128, so that bytes cost little.
+Messages are those between a job's processes, without the server in between.  All seconds are processor time of this
+thread, so that other work on the machine does not count.
 
-Printed: what a trainer's rank makes once; the verbs of a push, by push (work on the bytes included, which the third
-push has alone); and two pieces beside the plain way to do them: a manifest that is JSON tensor by tensor, a load plan
-for which the loader runs on every tensor.
+Prints what a trainer's rank builds once; the steps of each push (including work on the bytes, which is all that the
+third push has); and two parts beside their plain versions: a manifest written as JSON tensor by tensor, and a load
+plan for which the loader runs on every tensor.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Meter:
 
 
 def sent_weights(args: Namespace, model: torch.nn.Module, options: argparse.Namespace) -> Any:
-    """Return what a push in blockwise FP8 sends."""
+    """Return the tensors that a push in blockwise FP8 sends."""
     from slime.backends.megatron_utils.megatron_to_hf import hf_form
     from slime.backends.megatron_utils.models import find_weight_map
     from slime.backends.megatron_utils.update_weight.transport import SentWeights
@@ -112,7 +112,7 @@ def sent_weights(args: Namespace, model: torch.nn.Module, options: argparse.Name
 
 
 def make_source(weights: Any, meter: Meter) -> Any:
-    """Make what a trainer's rank makes once, and return the buckets."""
+    """Build what a trainer's rank builds once, and return the buckets."""
     from slime.ext.fast_push.acknowledgements import DigestedBuckets
     from slime.ext.fast_push.shard_buckets import ShardBuckets, ShardSlices
 
@@ -163,7 +163,7 @@ def push(source: Any, engine: Any, push_id: str) -> dict[str, float]:
 
 
 def plain_manifest(manifest: Any) -> None:
-    """Write and read a manifest as JSON tensor by tensor, without the check of its content."""
+    """Write and read a manifest as JSON tensor by tensor, without checking its content."""
     tensors = [[tensor.name, tensor.shape, tensor.dtype] for tensor in manifest.tensors]
     buckets = [
         [bucket.num_bytes, [[part.name, part.offset, part.slice.offsets, part.slice.sizes] for part in bucket.slices]]
@@ -179,7 +179,7 @@ def plain_manifest(manifest: Any) -> None:
 
 
 def print_pieces(manifest: Any, model: torch.nn.Module) -> dict[str, tuple[float, float]]:
-    """Print seconds of pieces of a push's beginning, the plain way and ours."""
+    """Print the seconds of parts of a push's beginning, the plain way and ours."""
     from slime.ext.fast_push.alike_layers import trace_by_layers
     from slime.ext.fast_push.load_trace import trace_load
 

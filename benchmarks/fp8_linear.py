@@ -1,12 +1,12 @@
-"""Training a dense decoder on one GPU in bf16 and in FP8: tokens/s, and the distance to an engine in FP8.
+"""Training a dense decoder on one GPU in bf16 and in FP8: tokens/s, and the distance to an FP8 engine.
 
     python benchmarks/fp8_linear.py                      # Qwen3-0.6B's shape, H200
     python benchmarks/fp8_linear.py --hidden 64 --ffn 128 --layers 2 --tokens 64 --device cpu
 
-The layers are plain torch ones (norm, fused QKV, attention, gated MLP) around the trainer's own FP8 products, so it
-needs neither Megatron's process groups nor SGLang.  The engine is the same model in bf16 with every matrix rounded as
-an FP8 checkpoint has it, and activations by groups of 128 as SGLang rounds them, multiplied as plain numbers.
-Prints one JSON line: tokens/s of forward and backward, |dlogp| of bf16 and of FP8 training against the engine in FP8.
+The layers are plain torch (norm, fused QKV, attention, gated MLP) around the trainer's own FP8 products, so they
+need neither Megatron's process groups nor SGLang.  The engine is the same model in bf16 with every matrix rounded as
+in an FP8 checkpoint, and activations rounded in groups of 128 like SGLang's, multiplied as plain numbers.
+Prints one JSON line: tokens/s of forward and backward, |dlogp| of bf16 and of FP8 training against the FP8 engine.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Model(nn.Module):
 
 
 def log_probs(model: Model, tokens: Tensor) -> Tensor:
-    """[T - 1] log-probs of the tokens, their logits a thousand at a time."""
+    """[T - 1] log-probs of the tokens, computing logits for a thousand at a time."""
     hidden = model(tokens)[0, :-1]
     rows = [
         -F.cross_entropy(model.head(part).float(), ids, reduction="none")
@@ -94,7 +94,7 @@ def log_probs(model: Model, tokens: Tensor) -> Tensor:
 
 
 def tokens_per_s(model: Model, tokens: Tensor, repeats: int) -> float:
-    """Of the layers alone, forward and backward, after three runs to warm up."""
+    """Of the layers alone, forward and backward, after three warm-up runs."""
 
     def wait() -> None:
         if tokens.is_cuda:

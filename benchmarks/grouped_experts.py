@@ -1,11 +1,11 @@
-"""Experts in one grouped product against experts one at a time, in the same run: forward and backward of one layer.
+"""Experts in one grouped product against one product per expert, in the same run: forward and backward of one layer.
 
     python benchmarks/grouped_experts.py                                  # small, on whatever there is
     python benchmarks/grouped_experts.py --tokens 16384 --experts 128 --topk 8 --hidden 2048 --ffn 768
 
-Prints, for routing that is even and routing that is skewed, milliseconds and TFLOP/s of both ways, their ratio, and
-the largest relative difference of outputs and gradients.  "modules" is megatron-core's one module per expert.  On the
-CPU there is no grouped kernel: there the stacked parameter with its loop is compared with the modules.
+Prints, for even and for skewed routing, milliseconds and TFLOP/s of both ways, their ratio, and
+the largest relative difference of outputs and gradients.  "modules" is megatron-core's one module per expert.  On a
+CPU there is no grouped kernel, so the stacked parameter with its loop is compared with the modules.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Run = Callable[[], list[Tensor]]
 
 
 def routing(name: str, rows: int, experts: int) -> list[int]:
-    """Rows of each expert: all alike, or falling as 1 / rank with a quarter of the experts idle."""
+    """Rows of each expert: equal, or falling as 1 / rank with a quarter of the experts idle."""
     shares = [1.0] * experts if name == "even" else [1.0 / (rank + 1) for rank in range(experts - experts // 4)]
     counts = [int(rows * share / sum(shares)) for share in shares] + [0] * (experts - len(shares))
     counts[0] += rows - sum(counts)
@@ -37,7 +37,7 @@ def routing(name: str, rows: int, experts: int) -> list[int]:
 
 
 def make_runs(options: argparse.Namespace, counts: list[int], device: torch.device) -> dict[str, Run]:
-    """One forward and backward pass in each of the ways, giving the output and all gradients."""
+    """One forward and backward pass in each way, returning the output and all gradients."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
 
@@ -75,7 +75,7 @@ def make_runs(options: argparse.Namespace, counts: list[int], device: torch.devi
 
 
 def milliseconds(run: Run, repeats: int, device: torch.device) -> float:
-    """Median over repeats, each waited for."""
+    """Median over repeats, each synchronized."""
     times = []
     for _ in range(repeats + 2):
         if device.type == "cuda":

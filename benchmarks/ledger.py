@@ -1,16 +1,16 @@
-"""Cost of the ledger: bytes and microseconds a sample, beside the naive way of pickling every sample to a file.
+"""Cost of the ledger: bytes and microseconds per sample, against the naive way of pickling every sample to a file.
 
     python benchmarks/ledger.py
     python benchmarks/ledger.py --lengths 64 1024 --samples 2048
 
-For each response length, groups of eight samples go through the calls that the default rollout makes:
-``record_issued``, ``record_response`` for each sample, ``record_finished`` and ``record_batch`` for each group.  Four
-figures, the best of ``--repeats``:
+For each response length, groups of eight samples go through the calls of the default rollout:
+``record_issued``, ``record_response`` for each sample, ``record_finished`` and ``record_batch`` for each group.
+Prints the best of ``--repeats`` for:
 
-* loop: CPU time of the calling thread, which is the event loop's in a job; the writer runs behind it
-* all: CPU time of the process for the same, the writer's thread included, less that of the benchmark's own loop
+* loop: CPU time of the calling thread, in a job the event loop's; the writer runs in the background
+* all: CPU time of the process for the same, including the writer's thread, minus the benchmark's own loop
 * naive: CPU time of ``pickle.dump`` of each sample twice (answered, rewarded), flushed each time
-* bytes a sample on disk, of both; the payload (4 bytes a token id and 4 a log-prob) is the floor
+* bytes per sample on disk, of both; the payload (4 bytes per token id and 4 per log-prob) is the minimum
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROMPT_TOKENS = 128
 
 
 def make_groups(num_samples: int) -> list[list[Sample]]:
-    """Groups as the data source gives them."""
+    """Groups as the data source returns them."""
     return [
         [
             Sample(group_index=g, index=g * GROUP_SIZE + k, prompt="What is the sum? " * 20, label="42", metadata={})
@@ -48,7 +48,7 @@ def make_groups(num_samples: int) -> list[list[Sample]]:
 
 
 def answers(num_samples: int, length: int) -> list[dict]:
-    """Fields that an engine's answer sets; made before the clock runs."""
+    """Fields that an engine's answer sets; created before the clock starts."""
     rng = random.Random(0)
     tokens = [rng.randrange(150_000) for _ in range(PROMPT_TOKENS + length)]
     log_probs = [-rng.random() for _ in range(length)]
@@ -73,10 +73,10 @@ def cpu_s() -> float:
 
 
 class IdleJournal(Journal):
-    """Takes every call and does nothing, for the cost of the loop around the calls."""
+    """Takes every call and does nothing, to measure the loop around the calls."""
 
     def record_issued(self, *args: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     record_response = record_finished = record_batch = record_issued  # type: ignore[assignment]
 
@@ -84,16 +84,16 @@ class IdleJournal(Journal):
         self.writer = JournalWriter(folder, bytes, flush_s=0.02, timeout_s=60.0)
 
     def record_start(self, start_rollout_id: int, *, first_segment: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def record_begin(self, rollout_id: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def run_ledger(
     folder: Path, num_samples: int, length: int, *, has_user_code: bool, kind: type[Journal] = Journal
 ) -> tuple[float, float, float]:
-    """``(loop microseconds, all microseconds, bytes)`` a sample."""
+    """``(loop microseconds, all microseconds, bytes)`` per sample."""
     groups, fields = make_groups(num_samples), iter(answers(num_samples, length))
     journal = kind(folder, fingerprint={}, user_code=UserCode(before_finish=has_user_code))
     journal.record_start(0, first_segment=0)
@@ -114,7 +114,7 @@ def run_ledger(
         journal.record_finished(group)
         loop += time.thread_time() - start
         if number % 8 == 7:
-            journal.writer.flush()  # in a job the writer keeps up, since answers take their time
+            journal.writer.flush()  # in a job the writer keeps up, because answers take time
     if kind is Journal:
         journal.record_batch(0, groups, {}, keeps_open=False)  # on the manager's thread
     total = cpu_s() - start_all
@@ -124,7 +124,7 @@ def run_ledger(
 
 
 def run_naive(folder: Path, num_samples: int, length: int) -> tuple[float, float]:
-    """``(microseconds, bytes)`` a sample."""
+    """``(microseconds, bytes)`` per sample."""
     samples = [sample for group in make_groups(num_samples) for sample in group]
     for sample, fields in zip(samples, answers(num_samples, length), strict=True):
         sample.__dict__.update(fields)

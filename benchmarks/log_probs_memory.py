@@ -1,17 +1,17 @@
-"""Peak memory and time of log-probs and entropy over a large vocabulary, forward and backward, beside the naive way.
+"""Peak memory and time of log-probs and entropy over a large vocabulary, forward and backward, against the naive way.
 
     python benchmarks/log_probs_memory.py                  CUDA: 8,192 tokens x 151,552; CPU: 256 x 32,768
     python benchmarks/log_probs_memory.py --device cpu --tokens 512 --vocabulary 16384 --repeats 3
 
-The logits are bf16, as a model gives them.  In the same run:
+The logits are bf16, as from a model.  In the same run:
 
 * naive: ``log_softmax(logits.float() / temperature)``, gather, ``-(p * log p).sum()``, and autograd,
-* chunked: ours in plain torch, one chunk of float32 at a time, the gradient in a tensor of its own,
-* chunked, in place: the gradient is written over the logits,
-* fused, in place: the Triton kernels, which is what training on CUDA does.
+* chunked: ours in plain torch, one float32 chunk at a time, with the gradient in a separate tensor,
+* chunked, in place: the gradient overwrites the logits,
+* fused, in place: the Triton kernels that training on CUDA uses.
 
-Printed: GiB that each takes at its peak beside the logits themselves (on CUDA by the allocator, on CPU by counting the
-storages that operations make), the median time of forward and backward, and the largest difference from the naive
+Prints the peak GiB of each in addition to the logits (on CUDA from the allocator, on a CPU by counting the
+storages that operations create), the median time of forward and backward, and the largest difference from the naive
 log-probs (nats) and gradient (relative to its largest entry).
 """
 
@@ -41,7 +41,7 @@ ENTROPY_WEIGHT = 0.01
 
 
 class AllocationMeter(TorchDispatchMode):
-    """Bytes of the storages that operations made and that are alive, and their peak."""
+    """Bytes of live storages that operations created, and their peak."""
 
     def __init__(self, known: Tensor) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class AllocationMeter(TorchDispatchMode):
 
 
 class _Source(torch.autograd.Function):
-    """Stands for the output layer: gives the logits, and keeps the gradient that comes back."""
+    """Represents the output layer: provides the logits, and keeps the gradient."""
 
     gradient: Tensor
 
@@ -78,13 +78,13 @@ class _Source(torch.autograd.Function):
 
 
 def naive(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies as one would write them down."""
+    """Log-probs and entropies, written naively."""
     log_p = torch.log_softmax(logits.float() / TEMPERATURE, dim=-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 
 def ours(*, overwrite: bool, fused: bool, chunk_size: int = -1) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The product's function, with or without its kernels."""
+    """slime's function, with or without its kernels."""
 
     def run(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         hidden = mock.patch.object(log_probs, "_kernels_for", lambda logits: None)
@@ -109,7 +109,7 @@ def ours(*, overwrite: bool, fused: bool, chunk_size: int = -1) -> Callable[[Ten
 def measure(
     function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], original: Tensor, targets: Tensor, repeats: int
 ) -> dict[str, Any]:
-    """Peak bytes beside the logits, median milliseconds, and the results of the last repetition."""
+    """Peak bytes beyond the logits, median milliseconds, and the results of the last repetition."""
     is_cuda = original.is_cuda
 
     def now() -> float:
@@ -120,7 +120,7 @@ def measure(
     times: dict[str, list[float]] = {"forward": [], "backward": []}
     weight = torch.linspace(-1.0, 1.0, len(targets), device=original.device)
     peak = 0
-    for repetition in range(repeats + 1):  # the first one warms up, and is the one whose memory is measured
+    for repetition in range(repeats + 1):  # the first repetition warms up, and its memory is measured
         logits = original.clone()
         anchor = torch.zeros((), requires_grad=True, device=original.device)
         meter = AllocationMeter(logits)
@@ -153,7 +153,7 @@ def measure(
 
 
 def largest_difference(left: Tensor, right: Tensor) -> float:
-    """Row by row, so that the comparison itself needs no memory."""
+    """Compares row by row, so that the comparison itself needs no memory."""
     rows = zip(left.split(512), right.split(512), strict=True)
     return max((a.float() - b.float()).abs().max().item() for a, b in rows)
 

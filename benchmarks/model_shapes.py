@@ -1,7 +1,7 @@
-"""Parameters of a few models as a trainer keeps them, and the HF tensors that come out of each.
+"""Parameters of a few models in the trainer's layout, and the HF tensors made from them.
 
-Dimensions are those of the models' config.json; the fused projections lie as in Megatron: q, k and v of a group of
-heads behind each other, gate above up, experts stacked.
+Dimensions come from the models' config.json; the fused projections have Megatron's layout: q, k and v of a group of
+heads in sequence, gate above up, experts stacked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def model_flags(name: str) -> list[str]:
-    """Return the words of MODEL_ARGS in ``scripts/models/{name}.sh``."""
+    """Return the MODEL_ARGS of ``scripts/models/{name}.sh``."""
     script = f'source "{ROOT}/scripts/models/{name}.sh"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
 
@@ -39,9 +39,9 @@ class Dimensions:
     has_qk_norm: bool = True
     is_tied: bool = False
     fused_gate_up: bool = False
-    """The HF checkpoint has gate and up as one matrix."""
+    """True if the HF checkpoint has gate and up as one matrix."""
     norms: int = 2
-    """Of a layer, with the width of the hidden state."""
+    """Matrices of a layer with the width of the hidden state."""
 
 
 MODELS = {
@@ -56,7 +56,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Output:
-    """One HF tensor: rows of a parameter, as ``CastItem`` takes them."""
+    """One HF tensor: rows of a parameter, as for ``CastItem``."""
 
     name: str
     source: Tensor
@@ -64,16 +64,16 @@ class Output:
     run_stride: int
     rows: int
     is_quantized: bool
-    """In an FP8 checkpoint."""
+    """True if it is quantized in an FP8 checkpoint."""
     layer: int
-    """-1 for what is in none."""
+    """The layer; -1 if the tensor is in none."""
 
 
 def outputs(dimensions: Dimensions, new: Callable[..., Tensor], layers: int | None = None) -> list[Output]:
-    """All HF tensors of the model, over parameters that ``new(*shape)`` makes.
+    """All HF tensors of the model, over parameters created by ``new(*shape)``.
 
     Args:
-        layers: only the first so many.
+        layers: only this many first layers.
     """
     d = dimensions
     found: list[Output] = []

@@ -1,18 +1,18 @@
-"""Speed and quality of packing the samples of a rollout, beside the naive way in the same run.
+"""Speed and quality of packing the samples of a rollout, against the naive way in the same run.
 
     python benchmarks/packing.py                        2,048 and 65,536 samples
     python benchmarks/packing.py --samples 8192 --dp 8  another size
 
-Lengths are drawn from a long-tailed distribution (log-normal, median 1.8k tokens, at most 32k) for 16 data-parallel
-ranks of 2 context-parallel ones and 16,384 tokens a GPU.  Each row is one way to schedule the whole rollout:
+Lengths come from a long-tailed distribution (log-normal, median 1.8k tokens, at most 32k), for 16 data-parallel
+and 2 context-parallel ranks with 16,384 tokens per GPU.  Each row is one way to schedule the whole rollout:
 
 * first fit: ``--use-dynamic-batch-size``; the naive baseline scans all micro-batches for each sample,
-* balanced: with ``--balance-data``, micro-batches are dealt out by FLOPs,
-* FLOPs: with ``--balance-by-flops``, they are packed by FLOPs too; the naive baseline sorts all micro-batches for
+* balanced: with ``--balance-data``, micro-batches are distributed by FLOPs,
+* FLOPs: with ``--balance-by-flops``, they are also packed by FLOPs; the naive baseline sorts all micro-batches for
   each pair that it merges.
 
-Printed: seconds of processor time; real tokens per token of room in the micro-batches (``perf/packing_budget_use``)
-and per token that the trainer computes on (``perf/packing_efficiency``); the heaviest rank's FLOPs over the mean.
+Prints seconds of processor time; real tokens per token of budget in the micro-batches (``perf/packing_budget_use``)
+and per computed token (``perf/packing_efficiency``); the heaviest rank's FLOPs over the mean.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def reference_lengths(num_samples: int) -> list[int]:
 
 
 def naive_first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """First fit as one would write it down: for each length, look at the bins from the first on."""
+    """Naive first fit: for each length, check the bins from the first on."""
     bins: list[list[int]] = []
     totals: list[int] = []
     for index, length in enumerate(lengths):
@@ -73,7 +73,7 @@ def naive_first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 class _State:
-    """k subsets, heaviest first; states with the larger spread come first."""
+    """k subsets, heaviest first; states with the larger spread sort first."""
 
     def __init__(self, subsets: list[tuple[float, int, list[int]]]) -> None:
         self.subsets = sorted(subsets, reverse=True)
@@ -84,7 +84,7 @@ class _State:
 
 
 def naive_karmarkar_karp(weights: list[float], k: int, *, equal_size: bool = False) -> list[list[int]]:
-    """Largest differencing with all k subsets, empty ones too, in each state."""
+    """Largest differencing with all k subsets, including empty ones, in each state."""
     order = sorted(range(len(weights)), key=lambda index: (weights[index], index))
     chunks = [order[i : i + k] for i in range(0, len(order), k)] if equal_size else [[i] for i in range(len(weights))]
     empty: tuple[float, int, list[int]] = (0, 0, [])
@@ -127,7 +127,7 @@ NAIVE: dict[str, Callable[..., list[list[int]]]] = {
     "karmarkar_karp": naive_karmarkar_karp,
 }
 NAIVE_FLOPS_LIMIT = 10_000
-"""Samples above which the naive packing by FLOPs is left out: it would take minutes and gigabytes."""
+"""Samples above which naive packing by FLOPs is skipped, because it would take minutes and gigabytes."""
 
 
 def main() -> None:

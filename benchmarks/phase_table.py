@@ -18,10 +18,10 @@ class Row:
     measured: str
     """Name of the span in the stopwatch."""
     bare: str | None = None
-    """Name of the span of the least that this work can cost; None where the phase is our own code alone."""
+    """Name of the span of the least work needed; None if the phase is only our own code."""
     bare_label: str = ""
     depth: int = 0
-    """0: a phase, a summand of the step.  1: a part of the phase above it, or the way from its bare time to it."""
+    """0: a phase, a summand of the step.  1: a part of the phase above it, or an intermediate to its bare time."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Stopwatch:
     spans: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, name: str, elapsed_s: float) -> None:
-        """Note one repetition."""
+        """Record one repetition."""
         self.spans[name].append(elapsed_s)
 
     @contextmanager
@@ -42,17 +42,17 @@ class Stopwatch:
         self.add(name, perf_counter() - started)
 
     def clear(self) -> None:
-        """Forget everything: the warm-up is over."""
+        """Discard all repetitions, after the warm-up."""
         self.spans.clear()
 
 
 def median_ratio(seconds: Sequence[float], bare_s: Sequence[float]) -> float:
-    """The median over repetitions of each one's own ratio: what slows a whole repetition down cancels."""
+    """The median over repetitions of each one's ratio, so that slowdowns of a whole repetition cancel."""
     return median(ours / theirs for ours, theirs in zip(seconds, bare_s, strict=True))
 
 
 def step_seconds(rows: Sequence[Row], spans: Mapping[str, Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Of each repetition: the sum of all phases, and the sum of what they cost bare, where there is a bare time."""
+    """For each repetition: the sum of all phases, and the sum of their bare costs, where there is one."""
     phases = [row for row in rows if row.depth == 0]
     whole = [sum(values) for values in zip(*(spans[row.measured] for row in phases), strict=True)]
     bare_rows = [spans[row.bare] for row in phases if row.bare is not None]
@@ -64,7 +64,7 @@ def _ms(seconds: Sequence[float]) -> str:
 
 
 def format_table(rows: Sequence[Row], spans: Mapping[str, Sequence[float]]) -> str:
-    """The table as Markdown, its columns aligned; the last line is the whole step.
+    """The table as Markdown, with aligned columns; the last line is the whole step.
 
     Times are medians over repetitions, in milliseconds; a share is of the median step; for a ratio see
     :func:`median_ratio`.
@@ -87,7 +87,7 @@ def format_table(rows: Sequence[Row], spans: Mapping[str, Sequence[float]]) -> s
 
 
 def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
-    """A Markdown table: text to the left, numbers to the right."""
+    """A Markdown table: text left-aligned, numbers right-aligned."""
     is_text = (True, False, False, False, False, True)
     widths = [max(len(line[column]) for line in lines) for column in range(len(is_text))]
 

@@ -1,12 +1,12 @@
-"""Peak memory of the real training step against what the plan says, for a list of configurations.
+"""Peak memory of the real training step against the plan's prediction, for a list of configurations.
 
     python benchmarks/plan_memory.py                        every case that fits the GPUs of this machine
     python benchmarks/plan_memory.py --case 0.6B 1.7B-recompute --json measured.json
-    python benchmarks/plan_memory.py --plan-only            the plan's numbers alone; needs no GPU
+    python benchmarks/plan_memory.py --plan-only            only the plan's numbers; needs no GPU
 
-Each case is a process (one per GPU) of its own: random weights of the true shape, packed micro-batches, three
-optimizer steps, of which the last two are measured.  Behind it stands what ``slime.ext.plan`` says of the same flags.
-The exit code is 1 when a peak is further than ``--bound`` from the plan.
+Each case runs in separate processes (one per GPU): random weights of the true shape, packed micro-batches, three
+optimizer steps, of which the last two are measured.  Beside it the table shows what ``slime.ext.plan`` predicts.
+The exit code is 1 if a peak differs from the plan by more than ``--bound``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Case:
     model: str
     """A file of scripts/models."""
     tokens: int
-    """Of a packed micro-batch on one GPU."""
+    """Tokens of a packed micro-batch on one GPU."""
     flags: str = ""
     num_gpus: int = 1
 
@@ -72,7 +72,7 @@ CASES = {
     "4B-pp2": Case("qwen3-4B", 8192, "--pipeline-model-parallel-size 2", num_gpus=2),
     "9B-tp2": Case("glm4-9B", 9216, f"{TP2} {FULL}", num_gpus=2),
 }  # fmt: skip
-"""9B-tp2 wants cards of more than 80 GB."""
+"""9B-tp2 needs GPUs of more than 80 GB."""
 
 
 def trainer_words(case: Case, folder: str) -> list[str]:
@@ -89,7 +89,7 @@ def trainer_words(case: Case, folder: str) -> list[str]:
 
 
 def write_folder(folder: Path) -> None:
-    """A HF folder that says nothing about the model: the flags say all."""
+    """A HF folder that does not describe the model, because the flags do."""
     import torch
     from safetensors.torch import save_file
 
@@ -102,7 +102,7 @@ def write_folder(folder: Path) -> None:
 
 
 def planned(case: Case, num_microbatches: int) -> list[dict[str, float]]:
-    """For every pipeline stage what the plan says, in GiB."""
+    """The plan's prediction for every pipeline stage, in GiB."""
     from slime.backends.megatron_utils.flags.model_dims import model_dims
     from slime.ext.plan.command import complete_run
     from slime.ext.plan.layout import ParallelSizes, PipelineSplit, stage_chunks
@@ -127,7 +127,7 @@ def planned(case: Case, num_microbatches: int) -> list[dict[str, float]]:
 
 
 def run_rank(case: Case, options: argparse.Namespace) -> None:
-    """One rank: three steps, then a line of JSON with its peaks."""
+    """One rank: three steps, then a JSON line with its peaks."""
     rank = int(os.environ.get("RANK", 0))
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     import torch
@@ -196,7 +196,7 @@ def run_rank(case: Case, options: argparse.Namespace) -> None:
 
 
 def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]] | str:
-    """Run a case on its ranks; the last line of what they said when one fails."""
+    """Run a case on its ranks; on failure, return the last line of output."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
@@ -224,7 +224,7 @@ def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]] | st
 
 
 def report(name: str, plan: list[dict[str, float]], results: list[dict[str, Any]] | str) -> dict[str, Any]:
-    """Print the lines of a case; give them as a record."""
+    """Print the lines of a case; return them as a record."""
     record: dict[str, Any] = {"case": name, **vars(CASES[name]), "plan": plan, "measured": results}
     if isinstance(results, str):
         print(f"| {name} | {max(stage['peak'] for stage in plan):.2f} | failed: {results[:120]} | | | | |", flush=True)

@@ -1,4 +1,4 @@
-"""Configs that models are published with, written down by hand: what config.json says of their shape."""
+"""Configs of published models, written by hand: the entries of config.json that define their shape."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ QWEN3_NEXT = {
 
 
 def qwen3_vl(kind: str, text: dict[str, Any], depth: int = 27, hidden: int = 1152, ffn: int = 4304) -> dict[str, Any]:
-    """As :func:`qwen35`, with a vision tower of these sizes, whose features three layers take."""
+    """Like :func:`qwen35`, with a vision tower of these sizes, whose features three layers use."""
     tied = text["tie_word_embeddings"]
     text = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
     text |= {"model_type": f"{kind}_text", "rope_theta": 5000000}
@@ -212,7 +212,7 @@ GLM46V = {
 
 
 def qwen35(kind: str, layers: int, hidden: int, ffn: int | None, heads: int, groups: int, values: int, tied: bool):
-    """The language model's part lies in ``text_config``."""
+    """The language model's part is in ``text_config``."""
     text = {
         "model_type": f"{kind}_text",
         **{"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads},
@@ -434,7 +434,7 @@ WITHOUT_A_FILE: dict[str, dict[str, Any]] = {
         **{"tie_word_embeddings": False, "partial_rotary_factor": 1.0, "hidden_act": "silu", "rope_scaling": None},
     ),
 }
-"""Models for which ``scripts/models`` has no file, since none is needed."""
+"""Models without a file in ``scripts/models``, because they need none."""
 
 NUM_PARAMETERS = {
     **{"smollm2-135M": 134_515_008, "smollm2-1.7B": 1_711_376_384, "mistral-7B-v0.3": 7_248_023_552},
@@ -454,4 +454,4 @@ NUM_PARAMETERS = {
     },
     **{"nemotron3-nano-30B-A3B": 31_577_937_344, "nemotron-nano-9B-v2": 8_888_227_328},
 }
-"""As the models' pages state them, or the index of their weights."""
+"""Parameters as stated on the models' pages, or in the index of their weights."""

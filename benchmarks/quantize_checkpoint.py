@@ -1,10 +1,10 @@
-"""FP8 and int4 conversion of a random Qwen3-MoE folder, and the way back: speed against a plain copy, and memory.
+"""FP8 and int4 conversion of a random Qwen3-MoE folder and back: speed against a plain copy, and memory.
 
     python benchmarks/quantize_checkpoint.py [--folder DIR] [--layers N] [--experts N] [--max-workers N]
 
-Every conversion is the command-line tool in a process of its own.  The naive way, in the same run, loads a shard,
-quantizes its tensors one after the other and saves it; its files must hold the same bytes.  Peak memory is that of the
-kernel's accounting, less what the same program takes for a tiny model.
+Every conversion is the command-line tool in a separate process.  The naive way, in the same run, loads a shard,
+quantizes its tensors one after the other and saves it; its files must hold the same bytes.  Peak memory comes from the
+kernel's accounting, minus what the same program needs for a tiny model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_equal(one: Path, other: Path) -> None:
-    """Stop when two folders differ in any byte of any tensor."""
+    """Exit if two folders differ in any byte of any tensor."""
     a, b = read_all(one), read_all(other)
     assert a.keys() == b.keys()
     for name, tensor in a.items():
@@ -59,7 +59,7 @@ def check_equal(one: Path, other: Path) -> None:
 
 
 def convert_all(source: Path, work: Path, workers: int) -> dict[str, tuple[float, float, float]]:
-    """Return name of the work -> its seconds, its peak memory and its CPU seconds, start of Python included."""
+    """Return name of the work -> its seconds, peak memory and CPU seconds, including the start of Python."""
     to_fp8 = ("tools/convert_hf_to_fp8.py", "--model-dir", source)
     to_int4 = ("tools/convert_hf_to_int4_direct.py", "--model-dir", source)
     back = ("tools/fp8_cast_bf16.py", "--input-fp8-hf-path", work / "fp8")

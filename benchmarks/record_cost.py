@@ -1,8 +1,8 @@
-"""What the record of a run costs: bytes and CPU microseconds a token of the thread that writes, and what a step waits.
+"""Cost of a run's record: bytes and CPU microseconds per token of the writing thread, and the wait of a step.
 
     .venv/bin/python benchmarks/record_cost.py [--samples 256] [--length 2048] [--rollouts 5]
 
-Tokens are drawn like those of a large vocabulary, with log-probs of a trained model's shape; nothing else runs.
+Tokens are drawn like a large vocabulary's, with log-probs like a trained model's; nothing else runs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What the record costs a step: steps with and without it in turn, in one process, on the real trainer.
+"""Cost of the record in a step: steps with and without it in alternation, in one process, on the real trainer.
 
     python benchmarks/record_overhead.py [--model small] [--layers 4] [--samples 16] [--tokens 256] [--pairs 20]
 
-Every pair takes a step with the record and one without, in an order that alternates.  A step is what the rollout
-manager and the trainer do with finished samples: conversion, advantages, forward, backward, optimizer, and
-with the record the samples, the spans and the digest of the weights.  Generation, which records spans alone, is left
-out, so the share of a whole step is smaller.  Prints JSON.
+Every pair takes one step with the record and one without, in alternating order.  A step is the work of the rollout
+manager and the trainer on finished samples: conversion, advantages, forward, backward, optimizer, and
+with the record the samples, the spans and the weights digest.  Generation, which only records spans, is
+excluded, so the share of a whole step is smaller.  Prints JSON.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SMALL = {
     "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "vocab_size": 8192,
 }  # fmt: skip
-"""A model that a CPU trains: a published one with these sizes."""
+"""A model small enough for a CPU: a published one with these sizes."""
 
 
 def make_samples(options: Namespace, vocab_size: int, seed: int) -> list[Any]:
-    """Return random answers of equal length, two to a prompt."""
+    """Return random answers of equal length, two per prompt."""
     from slime.utils.types import Sample
 
     generator = torch.Generator().manual_seed(seed)
@@ -90,7 +90,7 @@ def start_worker(options: Namespace, folder: str) -> Any:
 
 
 def take_step(worker: Any, samples: list[Any], number: int, *, is_recorded: bool) -> dict[str, float]:
-    """Take a step with finished samples; return its seconds, and those after it until the record is written."""
+    """Take a step with finished samples; return its seconds, and the seconds until the record is written."""
     from slime.ext.record.run_record import RecordSink
     from slime.observability import telemetry
     from slime.ray.rollout_data import split_for_ranks, train_data_from_samples
@@ -110,7 +110,7 @@ def take_step(worker: Any, samples: list[Any], number: int, *, is_recorded: bool
 
 
 def seconds_of_digest(worker: Any) -> float:
-    """Return the median time of the digest that each recorded step takes of the weights."""
+    """Return the median time of the weights digest in each recorded step."""
     from slime.backends.megatron_utils.parameters import weights_digest
 
     seconds = []

@@ -1,7 +1,7 @@
-"""Measurements as data: read and write ``benchmarks/results/*.json``, and make the site's page of them.
+"""Measurements as data: reads and writes ``benchmarks/results/*.json``, and makes the site's page of them.
 
-A file holds one run: title, group, date, hardware, versions, command, commit (null where it is not known), notes, and
-the tables of what was measured.  ``make docs`` builds the page; the programs of tests/ that measure whole
+A file holds one run: title, group, date, hardware, versions, command, commit (null if unknown), notes, and
+the tables of measurements.  ``make docs`` builds the page; the programs of tests/ that measure whole
 tables replace theirs with ``record`` (``--write-docs``).
 """
 
@@ -34,7 +34,7 @@ GROUPS = (
 KEYS = {"title", "group", "date", "hardware", "versions", "command", "commit", "notes", "tables"}
 OPTIONAL = {"picture"}
 SHOWN = ("torch", "megatron-core", "sglang", "ray")
-"""Versions that the page has room for; the files have all."""
+"""Versions shown on the page; the files have all."""
 VERSIONED = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers")
 _NUMBER = re.compile(r"-?\d{1,3}(?:,\d{3})+|-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
@@ -49,7 +49,7 @@ def load(folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
     """Return every run by its file's name.
 
     Raises:
-        ValueError: a file lacks a key, has one too many or names no group of the page.
+        ValueError: a file lacks a key, has an extra one or names a group that the page does not have.
     """
     runs = {}
     for path in sorted(folder.glob("*.json")):
@@ -65,7 +65,7 @@ def load(folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
 
 
 def save(name: str, run: Mapping[str, Any], folder: Path = FOLDER) -> None:
-    """Write one run; a row stays on one line."""
+    """Write one run; each row stays on one line."""
     text = json.dumps({**run, "tables": []}, indent=1, ensure_ascii=False)
     tables = ",\n".join(_table_json(table) for table in run["tables"])
     text = text.replace('"tables": []', f'"tables": [\n{tables}\n ]') if tables else text
@@ -87,18 +87,20 @@ def record(
     part: Mapping[str, str] | None = None,
     words: int | None = None,
 ) -> None:
-    """Replace tables and notes of an existing run with those of ``markdown``; the rest describes this machine, now.
+    """Replace tables and notes of an existing run with those of ``markdown``; the rest describes this machine now.
 
-    Tables whose titles ``markdown`` does not have stay.
+    Tables that ``markdown`` does not have stay.
 
     Args:
-        part: what alone was measured, each name with what its note says beside when, where and with which versions it
-            was measured.  Then rows of which nothing was measured stay too, and what describes their run.
-        words: leading columns that name what was measured, so that all its rows are replaced; None for as many as tell
-            the rows of a table apart, so that each row is replaced alone.
+        part: the measured subset: names, each with its part of the note, which adds when, where and with which
+        versions it
+            was measured.  Rows that were not measured then stay, with the description of their run.
+        words: number of leading columns that name what was measured, so that all its rows are replaced; None for as
+        many
+            as distinguish all rows of a table, so that each row is replaced alone.
 
     Raises:
-        FileNotFoundError: there is no such run; its title, group and command are written by hand first.
+        FileNotFoundError: there is no such run; title, group and command must first be written by hand.
     """
     run = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     notes, tables = parse(markdown)
@@ -120,9 +122,9 @@ def record(
 
 
 def _with_rows(old: Mapping[str, Any], new: Mapping[str, Any], words: int | None) -> dict[str, Any]:
-    """Return the old table with the new one's rows in place of those that begin with the same words.
+    """Return the old table with the new one's rows in place of those with the same first words.
 
-    A row that is there alone keeps its cells of other columns.
+    A row that exists only in the old table keeps its cells of other columns.
     """
     columns = [*old["columns"], *(name for name in new["columns"] if name not in old["columns"])]
     words = words or _words_of_key(old, new)
@@ -135,7 +137,7 @@ def _with_rows(old: Mapping[str, Any], new: Mapping[str, Any], words: int | None
 
 
 def _words_of_key(*tables: Mapping[str, Any]) -> int:
-    """Return how many leading columns, the same in all tables, tell the rows of each apart; else all such columns."""
+    """Return how many leading columns, the same in all tables, distinguish the rows of each; else all such columns."""
     names = zip(*(table["columns"] for table in tables), strict=False)
     shared = len(list(takewhile(lambda pair: len(set(pair)) == 1, names)))
     return next(
@@ -182,7 +184,7 @@ def _cell(text: str) -> str | int | float:
 
 
 def find_hardware() -> str:
-    """Name this machine's GPUs, else its CPU cores."""
+    """Return this machine's GPUs, or else its CPU cores."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         names = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.split("\n")
@@ -193,7 +195,7 @@ def find_hardware() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of the packages that decide a measurement."""
+    """Return the installed versions of the packages that affect measurements."""
     found = {}
     for package in VERSIONED:
         try:

@@ -1,24 +1,24 @@
-"""Cost of the client side of a rollout, beside a bare aiohttp loop that only posts and parses, in the same run.
+"""Cost of the client side of a rollout, against a bare aiohttp loop that only posts and parses, in the same run.
 
     python benchmarks/rollout_client.py                         2,048 samples of 64, 1,024 and 32,768 tokens
     python benchmarks/rollout_client.py --lengths 64 --repeats 5
     python benchmarks/rollout_client.py --model qwen3-4B --samples 512 --repeats 2       seconds with a real engine
 
-A scripted engine (``tests/scripted_engine``) in a process of its own holds all requests until the last one is there,
+A scripted engine (``tests/scripted_engine``) in a separate process holds all requests until the last one arrives,
 so that all are in flight at once, and answers with tokens and log-probs.  Two clients, each in a fresh process:
 
-* bare: one task for each request, ``session.post(json=...)`` and ``json.loads``, what was parsed is thrown away,
+* bare: one task per request, ``session.post(json=...)`` and ``json.loads``; the result is discarded,
 * slime: ``generate_rollout`` with the default data source, traces, a sample hook, a reward, a filter, and the ledger
-  on disk (``--no-ledger`` leaves it out), until the train data of the rollout is in it.
+  on disk (``--no-ledger`` omits it), until it contains the rollout's train data.
 
-Both send a few requests before the clock starts.  Printed for each: processor seconds of the client (user and system),
-per sample and per token; peak memory of the process and how much of it is not there before the rollout begins; the
-longest time that the event loop did not turn.  Medians over ``--repeats`` pairs.
+Both send a few requests before the clock starts.  Prints for each: processor seconds of the client (user and system),
+per sample and per token; peak memory of the process, and its growth during the rollout; the
+longest time that the event loop was blocked.  Medians over ``--repeats`` pairs.
 
-With ``--model`` the engine is a real one with random weights of that shape, as a job starts it, behind the job's
-router, which the bare client leaves out.  Both clients ask for the same responses, whose lengths are a seeded trace
-(log-normal, ``--median``, ``--sigma``, ``--cap``) and forced; printed are the seconds until the last is there.  Flags
-behind ``--`` are train.py's.
+With ``--model`` the engine is real, with random weights of that shape, started as in a job, behind the job's
+router, which the bare client bypasses.  Both clients request the same responses, whose lengths are a seeded trace
+(log-normal, ``--median``, ``--sigma``, ``--cap``) and forced; prints the seconds until the last one arrives.  Flags
+after ``--`` are train.py's.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ GROUP_SIZE = 8
 PROMPT_TOKENS = 64
 WARM_UP_GROUPS = 4
 FIRST = WARM_UP_GROUPS * GROUP_SIZE
-"""Number of the first sample that is measured."""
+"""Number of the first measured sample."""
 BEAT_S = 0.002
 CHILD_TIMEOUT_S = 900
 
 
 class Heartbeat:
-    """Wakes every ``BEAT_S`` seconds; ``longest_s`` is how much later than that it ever came."""
+    """Wakes up every ``BEAT_S`` seconds; ``longest_s`` is the longest delay."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -75,7 +75,7 @@ def memory_mib(name: str) -> float:
 
 
 def reset_peak() -> None:
-    """Let ``VmHWM`` begin again at the present size."""
+    """Reset ``VmHWM`` to the current size."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -114,17 +114,17 @@ def prompt_text(number: int) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """What a client is to do."""
+    """The work of a client."""
 
     url: str
     num_samples: int
     length: int
-    """Of a response; the longest where there is a trace."""
+    """Tokens per response; the longest if there is a trace."""
     trace: dict[str, float] | None
-    """Of a real engine's responses; see ``asynchrony.response_length``."""
+    """Trace of a real engine's response lengths; see ``asynchrony.response_length``."""
 
     def params(self, number: int) -> dict[str, Any]:
-        """The sampling parameters that decide the length of a response."""
+        """The sampling parameters that fix the length of a response."""
         if self.trace is None:
             return {"max_new_tokens": self.length}
         length = response_length(number, self.trace) if number >= FIRST else 16
@@ -135,7 +135,7 @@ class Work:
 
 
 async def bare_client(work: Work) -> dict[str, float]:
-    """One task a request; nothing is done with the answers."""
+    """One task per request; the answers are discarded."""
     import aiohttp
 
     params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "skip_special_tokens": False}
@@ -162,7 +162,7 @@ async def bare_client(work: Work) -> dict[str, float]:
 
 
 async def rewrite_script(session: Any, work: Work) -> None:
-    """From now on all requests are answered together, with the work's tokens; a real engine has no script."""
+    """Answer all requests together from now on, with the work's tokens; a real engine has no script."""
     if work.trace is None:
         script = {"gather": work.num_samples, "length": work.length}
         async with session.post(f"{work.url}/script", json=script) as response:
@@ -178,12 +178,12 @@ def see_sample(args: Namespace, sample: Any, rollout_id: int | None = None) -> N
 
 
 async def reward(args: Namespace, sample: Any, **kwargs: Any) -> float:
-    """``--custom-rm-path``: not the same for all samples of a group."""
+    """``--custom-rm-path``: differs between samples of a group."""
     return float(sample.index % 2)
 
 
 async def generate(args: Namespace, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """``--custom-generate-function-path`` where there is a trace."""
+    """``--custom-generate-function-path``, if there is a trace."""
     from slime.rollout import sglang_rollout
 
     return await sglang_rollout.generate(args, sample, sampling_params | args.work.params(sample.index))
@@ -217,7 +217,7 @@ def client_args(work: Work, folder: Path, *, has_ledger: bool) -> Namespace:
 
 
 def byte_tokenizer(folder: Path) -> None:
-    """A fast tokenizer, one token for each byte."""
+    """A fast tokenizer, one token per byte."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -228,7 +228,7 @@ def byte_tokenizer(folder: Path) -> None:
 
 
 def slime_client(work: Work, *, has_ledger: bool = True) -> dict[str, float]:
-    """``generate_rollout``, called as the rollout manager calls it: from a thread that is not the event loop's."""
+    """Call ``generate_rollout`` as the rollout manager does, from a thread other than the event loop's."""
     import aiohttp
 
     from slime.ext.ledger.ledger import Ledger
@@ -273,7 +273,7 @@ def slime_client(work: Work, *, has_ledger: bool = True) -> dict[str, float]:
 
 
 def start_server(num_samples: int) -> tuple[subprocess.Popen[str], str]:
-    """A scripted engine in a process of its own, and its URL."""
+    """A scripted engine in a separate process, and its URL."""
     command = [sys.executable, "-m", "tests.scripted_engine", "--length", "64"]
     command += ["--cached-bodies", str(4 * num_samples // GROUP_SIZE)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPO)
@@ -319,7 +319,7 @@ def report(length: int, num_samples: int, pairs: dict[str, list[dict[str, float]
 
 
 def engine_args(folder: Path, options: argparse.Namespace, extra: list[str]) -> Namespace:
-    """The arguments of a job whose engine has random weights, and lets in a client that has no secret."""
+    """The arguments of a job whose engine has random weights, and accepts clients without a secret."""
     from slime.compose import parse_args
 
     write_model(folder / "task", options.model, has_weights=False)
@@ -330,7 +330,7 @@ def engine_args(folder: Path, options: argparse.Namespace, extra: list[str]) -> 
 
 
 def run_model(options: argparse.Namespace, extra: list[str], trace: dict[str, float]) -> None:
-    """Both clients in turn with a real engine behind a router, as a job starts them, and their seconds."""
+    """Run both clients in turn with a real engine behind a router, as a job starts them; return their seconds."""
     from benchmarks.demo_step import start_engine
 
     tokens = sum(response_length(FIRST + number, trace) for number in range(options.samples))
@@ -342,7 +342,7 @@ def run_model(options: argparse.Namespace, extra: list[str], trace: dict[str, fl
         urls = (engine.server.url, f"http://{args.sglang_router_ip}:{args.sglang_router_port}")
         print(f"engine up after {time.monotonic() - began_s:.0f} s; {options.samples} requests, {tokens:,} tokens")
         works = {role: Work(url, options.samples, options.cap, trace) for role, url in zip(runs, urls, strict=True)}
-        # Kernels for batches of this size are made on their first use.
+        # Kernels for batches of this size are compiled on first use.
         run_child("bare", Work(urls[0], options.samples, 16, trace | {"cap": 16}), has_ledger=False)
         for _ in range(options.repeats):
             for role, work in works.items():

@@ -1,9 +1,9 @@
-"""Host memory and seconds of a save of tensors on a GPU, beside torch's own planner, which keeps every copy.
+"""Host memory and seconds of saving GPU tensors, against torch's own planner, which keeps every copy.
 
     python benchmarks/save_memory.py [--gib 12] [--rounds 2] [--folder DIR]
 
-Both write the same ``torch_dist`` checkpoint, in turns, after one that warms up.  Memory is what the process has grown
-by at its peak, without files in the page cache.  On a CPU no planner copies anything.
+Both write the same ``torch_dist`` checkpoint, in alternation, after a warm-up.  Memory is the peak growth of the
+process, without files in the page cache.  On a CPU no planner copies anything.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from slime.backends.megatron_utils.checkpoints.checkpoint_writer import HostPlan
 GIB = 2**30
 TENSOR_BYTES = 2**27
 LOOK_S = 0.02
-"""Between two looks at the memory."""
+"""Seconds between two readings of the memory."""
 
 
 class PlannerOfTorch(HostPlanner):
-    """Leaves the copies to torch's writer, which has them until its file is complete."""
+    """Leaves the copies to torch's writer, which keeps them until its file is complete."""
 
     def resolve_data(self, write_item: Any) -> Any:
         """Return the tensor where it is."""
@@ -44,7 +44,7 @@ class PlannerOfTorch(HostPlanner):
 
 
 class Growth:
-    """GiB by which this process's own memory has grown at its peak in the block."""
+    """GiB by which this process's own memory grows at its peak within the block."""
 
     def __enter__(self) -> Growth:
         self._before = self._peak = own_gib()
@@ -64,7 +64,7 @@ class Growth:
 
 
 def own_gib() -> float:
-    """Return the memory that belongs to this process alone, files not counted."""
+    """Return the memory that belongs only to this process, without files."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) * 1024 / GIB
 

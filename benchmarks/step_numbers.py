@@ -1,4 +1,4 @@
-"""The numbers of train_mfu.py's steps: their seconds, FLOP/s and memory, and the vision tower's part of them."""
+"""Numbers of train_mfu.py's steps: seconds, FLOP/s and memory, and the vision tower's part."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Step:
     lengths: list[int]
     """Tokens of each sequence, on all ranks."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By pass."""
+    """Seconds by pass."""
     tower: dict[str, float] = field(default_factory=dict)
     """Seconds of the vision tower in the training step, by direction, on this rank."""
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Take the time of what runs inside, kernels included."""
+        """Time the enclosed code, including its kernels."""
         synchronize()
         start = time.perf_counter()
         yield

@@ -2,24 +2,24 @@
 
     python benchmarks/step_phases.py                            five repetitions of 32 prompts x 8 samples
     python benchmarks/step_phases.py --repeats 1 --prompts 4    a quick look
-    python benchmarks/step_phases.py -- --sglang-sleep-on-idle  further flags of train.py, laid over the demo's
+    python benchmarks/step_phases.py -- --sglang-sleep-on-idle  further flags of train.py, added to the demo's
 
-One process without Ray runs the parts of a step one after the other, as the job does: the real SGLang server behind
-the real router, and one real Megatron rank.  Each part that has one is run beside its *bare* baseline, the least that
-the same work costs, in the same run and in alternating order:
+One process without Ray runs the parts of a step one after the other, as the job does, with the real SGLang server
+behind the real router, and one real Megatron rank.  Where possible, each part runs beside its *bare* baseline, the
+least that the same work costs, in the same run and in alternating order:
 
 * rollout: ``generate_rollout`` (prompts, tokenizer, router, samples, abort, ...) against the same requests posted all
-  at once, straight to the engine, their answers thrown away.  All responses have the same fixed length.
+  at once, directly to the engine, discarding their answers.  All responses have the same fixed length.
 * train: ``actor.train`` (packing, reference log-probs, advantages, GRPO loss, metrics, ...) against one forward pass,
-  and one forward and backward pass with a plain next-token loss and an optimizer step, over micro-batches packed
-  beforehand, through the same model.
-* push: ``update_weights`` (pause, flush, begin, names, bucket, digests, commit, ...) against one POST of a bucket that
-  was serialised beforehand.
+  and one forward and backward pass with a plain next-token loss and an optimizer step, over prepacked micro-batches,
+  through the same model.
+* push: ``update_weights`` (pause, flush, begin, names, bucket, digests, commit, ...) against one POST of a
+  serialized bucket.
 
-So a ratio of 1.00 would be a product that costs nothing; 1.10 is ten per cent above what engine and trainer need
-anyway.  Phases without a bare time are ours altogether, and count against us in the ratio of the whole step.  A ratio
-is the median of the repetitions' own ratios, so a slow moment of the machine, which hits both sides, does not show.
-Not in the table is what the job adds around a step: calls between Ray actors, the train data's way through Ray's
+A ratio of 1.00 would mean that slime costs nothing; 1.10 means ten per cent more than engine and trainer need
+anyway.  Phases without a bare time are entirely ours, and count against us in the ratio of the whole step.  A ratio
+is the median of the repetitions' own ratios, so slow moments of the machine, which hit both sides, cancel.
+The table excludes what the job adds around a step: calls between Ray actors, the transfer of train data through Ray's
 object store, evaluations and checkpoints.
 """
 
@@ -138,7 +138,7 @@ def say(text: str) -> None:
 
 
 class RolloutSide:
-    """The same prompts again and again, as plain requests and as a rollout."""
+    """The same prompts repeatedly, as plain requests and as a rollout."""
 
     def __init__(self, args: Namespace, engine: SGLangEngine, watch: Stopwatch) -> None:
         self.args, self.engine, self.watch = args, engine, watch
@@ -163,7 +163,7 @@ class RolloutSide:
         }
 
     def measure(self, repeat: int) -> list[Any]:
-        """Every variant once, in an order that rotates; gives the groups of the product's rollout."""
+        """Run every variant once, in rotating order; return the groups of slime's rollout."""
         groups: list[Any] = []
         for variant in _rotated(["direct", "routed", "rollout"], repeat):
             self.engine.flush_cache()
@@ -193,7 +193,7 @@ class RolloutSide:
 
 
 def measure_between(args: Namespace, actor: Any, watch: Stopwatch, repeat: int, groups: list[Any]) -> dict[str, Any]:
-    """Reward, conversion, split and metrics: what the rollout manager does by itself; gives the rank's data."""
+    """Reward, conversion, split and metrics: the rollout manager's own work; return the rank's data."""
 
     async def reward_all() -> None:
         await asyncio.gather(*(async_rm(args, sample) for sample in worked))
@@ -228,7 +228,7 @@ class TrainSide:
         self.num_tokens = 0
 
     def measure(self, repeat: int, rank_data: RankBatch) -> None:
-        """Both variants once, in alternating order."""
+        """Run both variants once, in alternating order."""
         batches = self._pack(rank_data)
         for variant in _rotated([self._train, self._bare], repeat):
             variant(repeat, rank_data, batches)
@@ -271,7 +271,7 @@ class TrainSide:
 
 
 class PushSide:
-    """The actor's own push, and one POST of weights that lie ready."""
+    """The actor's own push, and one POST of prepared weights."""
 
     def __init__(self, args: Namespace, actor: Any, engine: SGLangEngine, watch: Stopwatch, undo: ExitStack) -> None:
         from safetensors.torch import load_file
@@ -283,7 +283,7 @@ class PushSide:
         actor.connect_rollout_engines([InProcessEngine(engine, pool, watch)], 1)
 
     def measure(self, repeat: int) -> None:
-        """Both variants once, in alternating order."""
+        """Run both variants once, in alternating order."""
         for variant in _rotated([self._push, self._bare], repeat):
             variant()
 
@@ -313,7 +313,7 @@ def _rotated(variants: list[Any], repeat: int) -> list[Any]:
 
 
 def measure(options: argparse.Namespace, folder: Path, undo: ExitStack) -> tuple[Stopwatch, dict[str, float]]:
-    """All repetitions, after one that is not counted; the seconds, and facts for the lines below the table."""
+    """Run all repetitions after one warm-up; return the seconds, and facts for the lines below the table."""
     watch = Stopwatch()
     make_task.make_task(folder / "task", seed=2026)
     args = demo_args(folder, options.prompts, options.samples, options.train_flags)
@@ -347,7 +347,7 @@ def measure(options: argparse.Namespace, folder: Path, undo: ExitStack) -> tuple
 
 
 def rates(watch: Stopwatch, facts: dict[str, float]) -> str:
-    """Tokens a second of both sides, with ours and bare."""
+    """Tokens per second of both sides, with slime and bare."""
     lines = []
     for label, tokens, names in (
         ("generated", facts["generated"], ("rollout", "routed", "direct")),
@@ -359,7 +359,7 @@ def rates(watch: Stopwatch, facts: dict[str, float]) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; what stands behind ``--`` are flags of train.py."""
+    """Parse the command line; arguments after ``--`` are flags of train.py."""
     split = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="repetitions that count; one more warms up")
@@ -374,9 +374,9 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     options = parse_options(sys.argv[1:])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started processes are ended
     configure_logger(level=logging.WARNING)
-    warnings.simplefilter("ignore")  # of torch, Megatron and SGLang, about each other
+    warnings.simplefilter("ignore")  # warnings of torch, Megatron and SGLang about each other
     cpu_shim.install()
     load = [os.getloadavg()[0]]
     with temporary_folder() as folder, ExitStack() as undo:

@@ -1,4 +1,4 @@
-"""The vision tower in the step of train_mfu.py: images for the samples, the tower's time, and waits of the host."""
+"""The vision tower in train_mfu.py's step: images for the samples, the tower's time, and waits of the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime.train_data.model_dims import TowerDims
 
 @dataclass(frozen=True, kw_only=True)
 class SampleImages:
-    """Images of one size in front of the text of each sample."""
+    """Images of one size before the text of each sample."""
 
     num_images: int
     height: int
@@ -31,7 +31,7 @@ class SampleImages:
 
     @classmethod
     def of(cls, tower: TowerDims, config: Mapping[str, Any], num_images: int, pixels: tuple[int, int]) -> SampleImages:
-        """Return images of so many pixels, height and width, whose sides become multiples of a token's."""
+        """Return images with this many pixels (height, width), with sides rounded to multiples of a token's."""
         height, width = (max(1, round(side / tower.patch_side / tower.merge)) * tower.merge for side in pixels)
         return cls(
             num_images=num_images, height=height, width=width, tower=tower, image_token=config["image_token_id"]
@@ -39,7 +39,7 @@ class SampleImages:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a sample's images, a token of text behind each."""
+        """Tokens of a sample's images, each image followed by a text token."""
         return self.num_images * (self.height * self.width // self.tower.merge**2 + 1)
 
     @property
@@ -48,13 +48,13 @@ class SampleImages:
         return self.num_images * self.tower.forward_flops(self.height * self.width)
 
     def replace_start(self, tokens: Tensor) -> Tensor:
-        """Return [L] ids with the images' tokens in place of the first ones."""
+        """Return [L] ids whose first ones are replaced by the images' tokens."""
         images = torch.full((self.num_images, self.num_tokens // max(1, self.num_images)), self.image_token)
         images[:, -1:] = 0
         return torch.cat([images.flatten(), tokens[self.num_tokens :]])
 
     def train_inputs(self, generator: torch.Generator) -> dict[str, Tensor] | None:
-        """Return what rollouts hand to the trainer for a sample: random pixels, in bytes; None without images."""
+        """Return what rollouts pass to the trainer for a sample: random pixels, in bytes; None without images."""
         if not self.num_images:
             return None
         shape = (self.num_images * self.height * self.width, self.tower.patch_size)
@@ -66,7 +66,7 @@ class SampleImages:
 
 
 class TowerClock:
-    """Seconds of a tower's forward and backward passes: a GPU's own where there is one, else the host's."""
+    """Seconds of a tower's forward and backward passes: the GPU's own if there is one, else the host's."""
 
     def __init__(self, tower: torch.nn.Module) -> None:
         self._marks: dict[str, list[Any]] = {"forward": [], "backward": []}
@@ -79,7 +79,7 @@ class TowerClock:
         self._mark("forward")
         features = [output.pooler_output, *(output.get("deepstack_features") or ())]
         if all(feature.requires_grad for feature in features):
-            # The gradients of the features come before those of the parameters, at which the pass has ended.
+            # The features' gradients come before the parameters', which mark the end of the pass.
             register_multi_grad_hook(features, lambda _: self._mark("backward"), mode="any")
 
     def _mark(self, name: str) -> None:
@@ -91,7 +91,7 @@ class TowerClock:
         self._marks[name].append(event)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each pass since the last call; the GPU must have come to their end."""
+        """Return the seconds of each pass since the last call; the GPU must have finished them."""
         seconds = {}
         for name, marks in self._marks.items():
             pairs: Sequence[tuple[Any, Any]] = list(zip(marks[::2], marks[1::2], strict=True))
@@ -104,13 +104,13 @@ class TowerClock:
 
 @dataclass
 class HostWaits:
-    """Places where the host waited for the GPU; None where there is none."""
+    """Counts how often the host waited for the GPU; None without a GPU."""
 
     places: Counter[str] | None = field(default_factory=lambda: Counter() if torch.cuda.is_available() else None)
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the waits of what runs inside; other warnings are lost meanwhile."""
+        """Count the waits of the enclosed code; other warnings are lost meanwhile."""
         if self.places is None:
             yield
             return

@@ -1,10 +1,10 @@
-"""Seconds a million tokens from finished samples to a rank's tensors, beside the plain way and the floor in one run.
+"""Seconds per million tokens from finished samples to a rank's tensors, against the plain way and the minimum.
 
     python benchmarks/train_columns.py --samples 512 --tokens 8192
 
-Printed, in processor time for each million tokens: ours (columns, checks, tensors, serialised and read back), the
-plain way (``torch.tensor`` of every list, likewise), the floor (one copy of the finished columns, likewise), and
-the floor were each column one array.
+Prints processor time per million tokens of: ours (columns, checks, tensors, serialized and read back), the
+plain way (``torch.tensor`` of every list, likewise), the minimum (one copy of the finished columns, likewise), and
+the minimum if each column were one array.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT_TOKENS = 200
 
 
 def make_samples(num_samples: int, num_tokens: int) -> list[Sample]:
-    """Return samples of one length; every second one has a loss mask of its own."""
+    """Return samples of one length; every second one has a loss mask."""
     rng = random.Random(0)
     response = num_tokens - PROMPT_TOKENS
     return [
@@ -48,12 +48,12 @@ def make_samples(num_samples: int, num_tokens: int) -> list[Sample]:
 
 
 def travel(value: Any) -> Any:
-    """Return what comes out at the other end: serialised and read back."""
+    """Return the data after serialization and deserialization."""
     return pickle.loads(pickle.dumps(value, protocol=5))  # noqa: S301  # just made
 
 
 def ours(samples: list[Sample]) -> Any:
-    """Return one rank's batch of all samples, as the rank gets it."""
+    """Return one rank's batch of all samples, as the rank receives it."""
     everything = list(range(len(samples)))
     schedule = DPSchedule(
         partitions=[everything],
@@ -67,7 +67,7 @@ def ours(samples: list[Sample]) -> Any:
 
 
 def plain(samples: list[Sample]) -> Any:
-    """Return the same three columns, made list by list."""
+    """Return the same three columns, built list by list."""
     columns = {
         "tokens": [torch.tensor(sample.tokens) for sample in samples],
         "loss_masks": [

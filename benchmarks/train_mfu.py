@@ -1,4 +1,4 @@
-"""Tokens per second, model FLOPs utilisation and memory of the real training step, for the shape of a real model.
+"""Tokens per second, model FLOPs utilization and memory of the real training step, for the shape of a real model.
 
     python benchmarks/train_mfu.py --model qwen3-1.7B --microbatches 4
     torchrun --nproc-per-node 2 benchmarks/train_mfu.py --model qwen3-4B -- --tensor-model-parallel-size 2
@@ -7,15 +7,15 @@
     python benchmarks/train_mfu.py --model qwen3-4B -- --lora-rank 32
     python benchmarks/train_mfu.py --model qwen3-vl-8B --images-per-sample 1 4 -- --train-vision-tower
 
-The weights are random, everything else is what a job runs: packed micro-batches, forward, backward, the policy loss
-over the vocabulary and the optimizer step, and before it the log-prob pass of the old policy and, with
-``--reference``, of a reference model whose weights wait on the host.  Models are those of published_configs.py; their
-flags are derived, as for a job without them.  Flags behind ``--`` are the trainer's.
+The weights are random; everything else is what a job runs: packed micro-batches, forward, backward, the policy loss
+over the vocabulary and the optimizer step, preceded by the log-prob pass of the old policy and, with
+``--reference``, of a reference model whose weights are kept on the host.  Models are those of published_configs.py;
+their flags are derived as in a job.  Flags after ``--`` are the trainer's.
 
-Model FLOPs are those of the matrices that a token passes (of experts, the active ones) and of causal attention, three
-forward passes for a step; recomputed work is not counted.  With images the tower's are counted beside them, one
-forward pass for a frozen tower; the text half is the step without the tower's own time.  How often the host waits for
-the GPU is counted in the last step that warms up.  The peak is 989 TFLOP/s a GPU, dense bf16 of an H100.
+Model FLOPs count the matrices that a token passes (of experts, the active ones) and causal attention, three
+forward passes per step; recomputed work is not counted.  With images, the tower's FLOPs are added, one
+forward pass for a frozen tower; the text part is the step minus the tower's own time.  The last warm-up step counts
+how often the host waits for the GPU.  The peak is 989 TFLOP/s per GPU, dense bf16 of an H100.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ TRAINER_FLAGS = """
 
 
 def first_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Return the config with its first ``layers`` layers; a vision tower stays whole."""
+    """Return the config with its first ``layers`` layers; a vision tower stays complete."""
     if text := config.get("text_config"):
         vision = dict(config["vision_config"])
         if features := vision.get("deepstack_visual_indexes"):
-            vision["deepstack_visual_indexes"] = features[:layers]  # a layer takes each
+            vision["deepstack_visual_indexes"] = features[:layers]  # each layer uses one
         return config | {"text_config": first_layers(text, layers), "vision_config": vision}
     whole = config["num_hidden_layers"]
     return {
@@ -97,13 +97,13 @@ def make_rank_data(
     """Return the rollout side's data for this rank: ``options.microbatches`` full packs of random tokens.
 
     Args:
-        args: of the trainer.
-        options: of the benchmark.
+        args: the trainer's flags.
+        options: the benchmark's options.
         dp_size: ranks that share the work.
-        dp_rank: this one.
-        seed: of lengths, tokens and pixels.
-        images: in front of each sample's text.
-        shortest: tokens of a sample at least, those of its images included.
+        dp_rank: this rank.
+        seed: seed of lengths, tokens and pixels.
+        images: images before each sample's text.
+        shortest: minimum tokens of a sample, including its images.
     """
     from slime.train_data.columns import TrainBatch
     from slime.train_data.schedule import ScheduleConfig, build_dp_schedule
@@ -140,7 +140,7 @@ def make_rank_data(
 
 
 def print_profile(profile: Any, wall_s: float, top: int) -> None:
-    """GPU time by kernel, and what of the wall time had no kernel running."""
+    """Print GPU time by kernel, and the wall time without a running kernel."""
     from torch.autograd import DeviceType
 
     events = [event for event in profile.key_averages() if event.device_type == DeviceType.CUDA]
@@ -180,20 +180,20 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
 
 
 def trainer_args(options: argparse.Namespace, extra: list[str], world_size: int, folder: str) -> Namespace:
-    """Complete args of ``world_size`` ranks: flags of the model, written to ``folder``, ours, then ``extra``."""
+    """Complete args of ``world_size`` ranks: the model's flags, written to ``folder``, ours, then ``extra``."""
     from slime.compose import parse_args
 
     write_hf_config(Path(folder), options.model, options.layers)
     argv = ["--hf-checkpoint", folder, "--ref-load", folder, "--load", folder, "--finetune", *TRAINER_FLAGS]
     argv += ["--max-tokens-per-gpu", str(options.tokens)]
-    # Every rank must have a sample; how many there are is decided by the data made below.
+    # Every rank must have a sample; the data made below decide how many there are.
     argv += ["--rollout-batch-size", str(world_size), "--global-batch-size", str(world_size)]
     argv += ["--actor-num-gpus-per-node", str(world_size), *extra]
     return parse_args(argv=argv)
 
 
 def start_trainer(options: argparse.Namespace, extra: list[str], folder: str) -> Namespace:
-    """Join the process group and make the parallel groups of the flags; gives complete args."""
+    """Join the process group and create the parallel groups; return complete args."""
     from slime.backends.megatron_utils import initialize
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
     from slime.utils.net import get_free_port
@@ -211,7 +211,7 @@ def start_trainer(options: argparse.Namespace, extra: list[str], folder: str) ->
 def main() -> None:
     options, extra = parse_options()
     if "LOCAL_RANK" in os.environ:
-        # A trainer sees one GPU, as Ray gives it to a job; to be said before CUDA is looked at.
+        # A trainer sees one GPU, as in a Ray job; set before CUDA is initialized.
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
     with tempfile.TemporaryDirectory() as folder:
         run(options, extra, folder)
@@ -273,7 +273,7 @@ def run(options: argparse.Namespace, extra: list[str], folder: str) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """The model that is trained, and what goes with it."""
+    """The trained model and its companions."""
 
     args: Namespace
     model: list[Any]
@@ -284,7 +284,7 @@ class Trained:
 
 
 def tower_clock(model: list[Any]) -> TowerClock | None:
-    """Return a clock of the vision tower of these chunks; None where they have none."""
+    """Return a clock of these chunks' vision tower; None if they have none."""
     named = [pair for chunk in model for pair in chunk.named_modules()]
     towers = [module for name, module in named if name.endswith("vision_model")]
     return TowerClock(towers[0]) if towers else None
@@ -294,7 +294,7 @@ def run_step(
     trained: Trained, options: argparse.Namespace, number: int, images: SampleImages | None, shortest: int,
     *around: contextlib.AbstractContextManager[None],
 ) -> Step:  # fmt: skip
-    """Make the data of a step and train it, with its log-prob passes before; ``around`` are entered for training."""
+    """Make the data of a step and train on it, with its log-prob passes before; ``around`` wraps the training."""
     from megatron.core import mpu
 
     from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
@@ -333,14 +333,14 @@ def run_step(
 
 
 def say(line: str) -> None:
-    """Print a line of progress, on the first rank."""
+    """Print a progress line, on the first rank."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
 
 @contextlib.contextmanager
 def profiled(top: int) -> Iterator[None]:
-    """Print the ``top`` longest kernels of what runs inside; with 0, nothing."""
+    """Print the ``top`` longest kernels of the enclosed code; with 0, nothing."""
     if not top or dist.get_rank() != 0:
         yield
         return

@@ -1,13 +1,13 @@
-"""Four recipes of tinker-cookbook against ``slime serve-training``, unmodified: what they report first and last.
+"""Runs four unmodified recipes of tinker-cookbook against ``slime serve-training``: their first and last metrics.
 
     pip install -e '.[training-api]'
     pip install --no-deps --target COOKBOOK tinker_cookbook==0.6.1 blobfile chz pyrage termcolor tiktoken tml-renderers
     PYTHONPATH=COOKBOOK python benchmarks/training_recipes.py --out benchmarks/results/training_recipes_cpu.json
 
 A random Qwen3 of 100 thousand parameters learns sums on the CPU: ``chat_sl`` from a file of conversations; ``math_rl``
-(its arithmetic problems) to end its answers, from the first state that this saved; ``preference.shorter`` to say
-little; ``preference.dpo`` from pairs of a right and a wrong sum, in a folder called as its data set on the hub.  Each
-is ``python -m`` with flags.
+(its arithmetic problems) to end its answers, starting from ``chat_sl``'s state; ``preference.shorter`` to give short
+answers; ``preference.dpo`` from pairs of a right and a wrong sum, in a folder named like its data set on the hub.
+Each is ``python -m`` with flags.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SERVER = """
     --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1 --no-record
 """
 RECIPES: dict[str, tuple[str, str]] = {
-    # name -> flags, and the metrics that are reported
+    # name -> flags, and the reported metrics
     "chat_sl": (
         "dataset={folder}/sums.jsonl learning_rate=1e-2 batch_size=128 max_length=512 save_every=2",
         "train_mean_nll",
@@ -71,7 +71,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def write_model(folder: Path) -> None:
-    """Write the tiny model, whose tokenizer knows Qwen's turns."""
+    """Write the tiny model, whose tokenizer has Qwen's chat tokens."""
     save_tiny_model(folder, 1)
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -84,7 +84,7 @@ def write_model(folder: Path) -> None:
 
 
 def write_data(folder: Path, num_conversations: int, num_pairs: int) -> None:
-    """Write conversations with sums, and pairs of a right and a wrong sum as the data set of the recipe has them."""
+    """Write conversations with sums, and pairs of a right and a wrong sum in the format of the recipe's data set."""
     draw = random.Random(0)
 
     def numbers() -> tuple[int, int]:
@@ -108,7 +108,7 @@ def write_data(folder: Path, num_conversations: int, num_pairs: int) -> None:
 
 
 def start_server(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """Start the service, and return it with its address once it answers."""
+    """Start the service; return it with its address once it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -132,7 +132,7 @@ def start_server(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
 
 
 def run_recipe(name: str, model: Path, folder: Path, url: str) -> list[list[Any]]:
-    """Run a recipe; return rows of its first and last numbers, each the median of a tenth of its steps."""
+    """Run a recipe; return rows of its first and last numbers, each the median over a tenth of its steps."""
     flags, metrics = RECIPES[name]
     log = folder / name
     state = ""

@@ -1,18 +1,18 @@
-"""Tokens per second of the training service's trainer with 1, 4 and 16 clients, beside the step of a local run.
+"""Tokens per second of the training service's trainer with 1, 4 and 16 clients, against the step of a local run.
 
     python benchmarks/training_service.py --model qwen3-4B --rank 32
     python benchmarks/training_service.py --model qwen3-0.6B --layers 2 --tokens 512 --clients 1 4    # on a CPU
 
-One rank, random weights.  In a round every client sends a request of ``--client-tokens`` tokens and takes a step of
-Adam; the requests of all go to the trainer in one call.  The local run is ``train.py``'s step over the same
-micro-batches with one adapter (its own optimizer; no log-prob pass).  HTTP and Ray are not in it.  The service runs
+One rank, random weights.  In a round every client sends a request of ``--client-tokens`` tokens and takes an Adam
+step; all requests go to the trainer in one call.  The local run is ``train.py``'s step over the same
+micro-batches with one adapter (its own optimizer; no log-prob pass).  HTTP and Ray are not included.  The service runs
 
-    one by one     each client's request alone in its micro-batches, adapters on the host between them
+    one by one     each client's request in separate micro-batches, adapters on the host in between
     on the GPU     the same, with --training-api-gpu-adapters
-    packed         that, with --training-api-pack-clients
+    packed         the same, with --training-api-pack-clients
 
-A swap is an adapter's way into the model; the latency of a step is the time of its round.  With several clients each
-row says whether the log-probs and the gradient of the first are the same, to the bit, when it is alone.
+A swap is the loading of an adapter into the model; the latency of a step is the time of its round.  With several
+clients each row says whether the first client's log-probs and gradient are bitwise equal to those when it is alone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def median_s(work: Callable[[int], Any], rounds: int) -> float:
-    """Return the median seconds of a call, the device's work included; the first ones warm up."""
+    """Return the median seconds of a call, including the device's work, after warm-up calls."""
     seconds = []
     for number in range(NUM_WARM_UP + rounds):
         begin = time.perf_counter()
@@ -76,7 +76,7 @@ def median_s(work: Callable[[int], Any], rounds: int) -> float:
 
 
 def make_request(args: Namespace, model_id: str, num_tokens: int, longest: int, seed: int) -> Any:
-    """Return a pass over so many random tokens, with a policy gradient's loss."""
+    """Return a pass over this many random tokens, with a policy-gradient loss."""
     from slime.ext.training_api.backend import Datum, PassRequest
 
     draw, data = np.random.default_rng(seed), []
@@ -91,7 +91,7 @@ def make_request(args: Namespace, model_id: str, num_tokens: int, longest: int, 
 
 
 def local_rate(args: Namespace, options: argparse.Namespace, trained: Trained, num_microbatches: int) -> float:
-    """Return tokens a second of ``train.py``'s step over so many micro-batches."""
+    """Return tokens per second of ``train.py``'s step over this many micro-batches."""
     asked = Namespace(tokens=options.tokens, longest=options.longest, microbatches=num_microbatches, reference=False)
     steps = [run_step(trained, asked, number, None, 16) for number in range(NUM_WARM_UP + options.rounds)]
     step_s = statistics.median(step.seconds["step"] for step in steps[NUM_WARM_UP:])
@@ -99,7 +99,7 @@ def local_rate(args: Namespace, options: argparse.Namespace, trained: Trained, n
 
 
 def is_exact(trainer: Any, requests: list[Any]) -> bool:
-    """Return whether other clients change no bit of the first one's log-probs and gradient."""
+    """Return whether other clients leave the first one's log-probs and gradient bitwise unchanged."""
     found = []
     for together in (requests, requests[:1]):
         for request in together:
@@ -111,7 +111,7 @@ def is_exact(trainer: Any, requests: list[Any]) -> bool:
 
 
 def measure(args: Namespace, options: argparse.Namespace, trainer: Any, clients: int, client_tokens: int) -> dict:
-    """Return the numbers of rounds of so many clients; makes those that are missing."""
+    """Return the numbers of rounds with this many clients; creates missing ones."""
     from slime.ext.training_api.backend import AdamParams, LoraSpec
 
     names = [f"client {number}" for number in range(clients)]

@@ -1,19 +1,19 @@
-"""Weights into flat buckets and out of them: tables of kernels against the way of one tensor at a time, in one run.
+"""Weights into flat buckets and out of them: tables of kernels against one tensor at a time, in one run.
 
     python benchmarks/weight_push.py                                       # tiny, on whatever there is
     python benchmarks/weight_push.py --models glm4-9b qwen3-30b-a3b qwen3-4b
 
 For each model with random bf16 weights in the trainer's layout, and for an FP8 (128 x 128 blocks) and a bf16 engine:
 
-    torch     one HF tensor at a time: its rows made contiguous, ``quantize_block``, ``digest_bytes``
-    launches  one HF tensor at a time, but one fused launch and one digest launch for each
-    fused     one launch and one digest launch a bucket, from tables made once
+    torch     one HF tensor at a time: make its rows contiguous, ``quantize_block``, ``digest_bytes``
+    launches  one HF tensor at a time, but with one fused launch and one digest launch each
+    fused     one launch and one digest launch per bucket, from tables built once
 
-All three write the same bytes; their digests are compared.  They are timed by the host's clock, digests included, on
+All three write the same bytes; their digests are compared.  They are timed by the host's clock, including digests, on
 the first ``--plain-layers`` layers; then the fused way on the whole model, by the GPU's clock.  GB/s counts bytes read
-and bytes written by the push itself, not those that a digest reads again; "of copy" is against a device-to-device copy
-measured in the same run.  Then the engine's side, for one bucket: copying it into parameters, and comparing them with
-it.
+and written by the push itself, not those that a digest reads again; "of copy" is relative to a device-to-device copy
+measured in the same run.  Then follows the engine's side for one bucket: copying it into parameters, and comparing
+them with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.model_shapes import MODELS, Output, outputs, random_parameters  # noqa: E402
-from slime.ext.fast_push.kernels.tables import CastItem, CastTable, CopyItem, CopyTable, DigestTable, as_unsigned  # noqa: E402  # noqa: E402
+from slime.ext.fast_push.kernels.tables import CastItem, CastTable, CopyItem, CopyTable, DigestTable, as_unsigned  # noqa: E402
 from slime.ext.fast_push.manifest import align  # noqa: E402
 from slime.weights.digest import digest_bytes  # noqa: E402
 from slime.weights.quantize.block_fp8 import num_blocks, quantize_block  # noqa: E402
@@ -47,11 +47,11 @@ class Bucket:
     cast: CastTable
     digest: DigestTable
     pieces: list[tuple[str, int, tuple[int, int], torch.dtype]]
-    """HF name, offset, shape and dtype; scales are pieces of their own."""
+    """HF name, offset, shape and dtype; scales are separate pieces."""
 
 
 def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median of single runs, each waited for; on a GPU by its own clock."""
+    """Median of single synchronized runs; on a GPU by its own clock."""
     run()
     times = []
     for _ in range(repeats):
@@ -71,7 +71,7 @@ def milliseconds(run: Callable[[], object], device: torch.device, repeats: int) 
 
 
 def wall_milliseconds(run: Callable[[], object], device: torch.device) -> float:
-    """One run by the host's clock: what launches cost counts."""
+    """One run by the host's clock, which includes launch overhead."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -82,7 +82,7 @@ def wall_milliseconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second by a device-to-device copy."""
+    """Bytes read and written per second by a device-to-device copy."""
     size = (4 << 30) if device.type == "cuda" else (64 << 20)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -90,7 +90,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def placed(output: Output, is_fp8: bool, end: int) -> tuple[CastItem, list[tuple], int]:
-    """The item of one HF tensor behind byte ``end`` of a bucket, its pieces, and the new end."""
+    """The item of one HF tensor at byte ``end`` of a bucket, its pieces, and the new end."""
     columns = output.source.size(1)
     quantize = is_fp8 and output.is_quantized
     offset = align(end)
@@ -135,7 +135,7 @@ def make_buckets(found: Iterable[Output], is_fp8: bool, limit: int, device: torc
 
 
 def rows_of(output: Output) -> Tensor:
-    """The HF tensor of its own."""
+    """The HF tensor as a separate tensor."""
     if output.row_run >= output.rows:
         return output.source[: output.rows]
     runs = output.rows // output.row_run
@@ -172,7 +172,7 @@ def per_tensor_buckets(found: Sequence[Output], is_fp8: bool, device: torch.devi
 
 
 def push_tables(buckets: Sequence[Bucket], flat: Tensor) -> list[Tensor]:
-    """Each bucket filled and digested, one behind the other in the same memory."""
+    """Fill and digest each bucket, one after the other in the same memory."""
     digests = []
     for bucket in buckets:
         bucket.cast.run(flat)
@@ -181,7 +181,7 @@ def push_tables(buckets: Sequence[Bucket], flat: Tensor) -> list[Tensor]:
 
 
 class Report:
-    """Lines of the table; bytes of the digests are not counted as moved."""
+    """Lines of the table; bytes read by digests do not count as moved."""
 
     HEADER = ("model", "engine", "path", "tensors", "launches", "GB", "ms", "GB/s", "of copy", "digest ms", "share")
 
@@ -230,7 +230,7 @@ def compare(name: str, found: list[Output], is_fp8: bool, options: argparse.Name
     moved = sum(bucket.cast.bytes_read + bucket.cast.bytes_written for bucket in buckets)
     print(f"{name} {engine}: {len(buckets)} buckets of {options.bucket_mb} MiB, tables made in {build:.2f} s")
 
-    # The slow ways on some layers; all ways must agree there.
+    # The slow ways run on a few layers; all ways must agree there.
     part = [output for output in found if 0 <= output.layer < options.plain_layers]
     single = per_tensor_buckets(part, is_fp8, device)
     few = make_buckets(part, is_fp8, options.bucket_mb << 20, device)
@@ -279,8 +279,8 @@ def compare(name: str, found: list[Output], is_fp8: bool, options: argparse.Name
 
 
 def engine_items(bucket: Bucket, device: torch.device) -> list[CopyItem]:
-    """An engine's parameters that take each piece whole; matrices lie in the left half of wider ones every other time,
-    as columns of a fused parameter do."""
+    """An engine's parameters that take each piece whole; every other matrix is the left half of a wider one,
+    like columns of a fused parameter."""
     items = []
     for index, (_, offset, (rows, columns), dtype) in enumerate(bucket.pieces):
         wide = torch.zeros(rows, columns * (1 + index % 2), dtype=dtype, device=device)

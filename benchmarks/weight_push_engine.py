@@ -1,4 +1,4 @@
-"""Seconds from "push" to "every engine serves the new weights": the real sender into real SGLang engines.
+"""Seconds from "push" to "every engine serves the new weights", with the real sender and real SGLang engines.
 
     python benchmarks/weight_push_engine.py --model qwen3-4B
     python benchmarks/weight_push_engine.py --model qwen3-30B-A3B --fp8 --num-gpus 4 -- \\
@@ -7,10 +7,10 @@
     python benchmarks/weight_push_engine.py --model glm4-9B -- --lora-rank 32 --lora-push adapter
 
 Trainer ranks and one engine share the GPUs ``0 .. num-gpus - 1``, as with ``--colocate``; with ``--disaggregated`` the
-engine has the GPUs behind the trainer's.  Shapes are those of the model, weights are random on both sides, and neither
-side reads a checkpoint.  Every push is the product's own: pause, flush, buckets, digests compared, commit, continue.
-Flags behind ``--`` are those of ``train.py``.  Printed: the median push, its phases, bytes, rate, and timeline,
-with the time that a copy of the bytes takes beside it.
+engine has the GPUs after the trainer's.  Shapes are the model's, weights are random on both sides, and neither
+side reads a checkpoint.  Every push is a job's: pause, flush, buckets, digests compared, commit, continue.
+Flags after ``--`` are those of ``train.py``.  Prints the median push, its phases, bytes, rate, and timeline,
+beside the time of a plain copy of the bytes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ RUN_FLAGS = """
 
 TURN_TIMEOUT = timedelta(minutes=30)
 BETWEEN_S = 0.2
-"""Between two pushes, where a job has a rollout: what an engine does behind a push has ended."""
+"""Seconds between two pushes, where a job has a rollout: an engine's work after a push has ended by then."""
 
 
 def parse_options() -> tuple[argparse.Namespace, list[str]]:
@@ -130,7 +130,7 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
     (folder / "tokenizer.json").write_text("{}")
     names = ["unused"]
     if options.fp8:
-        # The names in such a checkpoint tell the sender what to quantise.
+        # The names in such a checkpoint tell the sender what to quantize.
         dimensions = MODELS[options.model.lower()]
         found = outputs(dimensions, lambda *shape: torch.empty(*shape, device="meta"))
         norms = dict(zip((f"norm_{index}." for index in range(4)), NORMS, strict=True))
@@ -138,13 +138,14 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
             for plain, name in norms.items():
                 object.__setattr__(output, "name", output.name.replace(plain, name))
         names = [output.name for output in found] + [f"{o.name}_scale_inv" for o in found if o.is_quantized]
-    # The values are never read: the weights are random.  Dtypes are: a push keeps in fp32 what its folder has in fp32.
+    # Values are never read, because the weights are random.  Dtypes are: a push keeps the folder's fp32 tensors in
+    # fp32.
     of = {name: torch.float32 if name.endswith("_scale_inv") else getattr(torch, dtype) for name in names}
     save_file({name: torch.zeros(1, dtype=of[name]) for name in names}, folder / "model.safetensors")
 
 
 def run_args(folder: str, options: argparse.Namespace, extra: list[str]) -> Namespace:
-    """Complete args of the job that this run stands for."""
+    """Complete args of the job that this run represents."""
     from slime.compose import parse_args
 
     tiny = {"tiny": TINY_FLAGS, "tiny-moe": [*TINY_FLAGS, *TINY_MOE_FLAGS]}
@@ -162,7 +163,7 @@ def run_args(folder: str, options: argparse.Namespace, extra: list[str]) -> Name
         *("--rollout-num-gpus", options.engine_gpus, "--rollout-batch-size", options.num_gpus, *extra),
     ]
     args = parse_args(argv=[str(word) for word in argv])
-    args.sglang_load_format = "dummy"  # not as a flag: a job whose engines get adapters alone would refuse it
+    args.sglang_load_format = "dummy"  # not as a flag: adapter pushes refuse it
     return args
 
 
@@ -182,7 +183,7 @@ def start_engine(folder: str, options: argparse.Namespace, extra: list[str]) -> 
 
 
 class ThreadPending:
-    """An engine's answer, waited for on a thread."""
+    """An engine's answer, awaited in a thread."""
 
     def __init__(self, future: Future[Any]) -> None:
         self.future = future
@@ -273,13 +274,13 @@ def trainer(options: argparse.Namespace, extra: list[str]) -> None:
             print("one more push, with every weight compared: equal", flush=True)
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # threads that hold connections must not delay the end
+    os._exit(0)  # threads with open connections must not delay the end
 
 
 def wait_for_turn(file: str, rank: int) -> None:
-    """Return on all ranks when rank 0 holds the lock of ``file``, until it ends.
+    """Return on all ranks when rank 0 holds the lock of ``file``, which it keeps until it ends.
 
-    Ranks wait on the host: a barrier of NCCL would spin on the GPUs of the run that has its turn.
+    Ranks wait on the host: an NCCL barrier would spin on the GPUs of the run whose turn it is.
     """
     on_host = dist.new_group(backend="gloo", timeout=TURN_TIMEOUT)
     if rank == 0:
@@ -303,7 +304,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def print_timeline(report: Any, rate: float, num_ranks: int) -> None:
-    """Print the steps of a push on the trainer's first rank, what the engine's devices did, and the floor."""
+    """Print the steps of a push on the trainer's first rank, the work of the engine's devices, and the minimum."""
     width = 60
     scale = width / report.elapsed_s
     print("\n   begin      end  step, of the median push (ms)")
@@ -324,17 +325,17 @@ def print_timeline(report: Any, rate: float, num_ranks: int) -> None:
 
 
 def perturb(model: Any) -> None:
-    """Change every weight a little, so that no push could be served from an older one."""
+    """Change every weight slightly, so that no push could be served from an older one."""
     with torch.no_grad():
         for chunk in model:
             for parameter in chunk.parameters():
-                parameter.mul_(1.01)  # with adapters, their Bs stay zero: the time does not depend on it
+                parameter.mul_(1.01)  # with adapters, B stays zero; the time does not depend on it
 
 
 def print_result(
     options: argparse.Namespace, extra: list[str], engine: Any, seconds: list[float], reports: list[Any]
 ) -> None:
-    """One line, and the JSON of ``--out``."""
+    """Print one line, and write the JSON of ``--out``."""
     median = statistics.median(seconds)
     report = reports[seconds.index(sorted(seconds)[len(seconds) // 2])]
     where = f"{options.num_gpus} GPUs" + (f" + {options.engine_gpus} for the engine" if options.disaggregated else "")
@@ -381,7 +382,7 @@ def main() -> None:
                 command,
                 env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(options.num_gpus), "LOCAL_RANK": str(rank)}
                 | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                # As trainers of a job have them: ranks share the cores, and NCCL joins none that differ in the others.
+                # As in a job's trainers: ranks share the cores, and NCCL refuses ranks whose settings differ.
                 | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.num_gpus))}
                 | kernel_environment(),
             )

@@ -1,21 +1,21 @@
-"""Ways to push weights, side by side in one run: how the trainer fills buckets, and how the engine takes them.
+"""Ways to push weights, compared in one run: how the trainer fills buckets, and how the engine loads them.
 
     python benchmarks/weight_push_ways.py --model tiny-moe                                   # on a CPU, seconds
     python benchmarks/weight_push_ways.py --model qwen3-30B-A3B --layers 1 --pushes 3        # on a CPU with 16 GB
     python benchmarks/weight_push_ways.py --model qwen3-4B --formats bf16 fp8                # one GPU of 80 GB
     python benchmarks/weight_push_ways.py --model qwen3-30B-A3B --layers 12 --formats bf16 fp8 --json runs.jsonl
 
-One process holds both sides with random weights: the model as the trainer builds it (Megatron) and as an engine does
+One process holds both sides with random weights: the trainer's model (Megatron) and the engine's
 (SGLang's own class), on one device.  The trainer fills flat buckets either from *gathered* tensors, one at a time, or
-from its *shards*, one table of copies for each bucket.  The engine takes them either through the model's *own*
+from its *shards*, with one table of copies per bucket.  The engine loads them either through the model's *own*
 ``load_weights``, as views of the bucket, or by the plan that was *traced* from it, whose copies are compared with the
-bucket afterwards.  All four pairs must leave the same bytes in the engine's model.
+bucket afterwards.  All four combinations must leave the same bytes in the engine's model.
 
-Printed for each pair: seconds of the first push in this process (kernels are compiled, tables and plan are made), of a
-first push after that (a new manifest), the median of later ones and its parts, and the peak of memory that each side
-takes beyond its model, bucket included.  On a CPU that is the resident set, which is coarse.  Digests, which cost both
-ways the same, are left out, and so is the way between two processes.  With one trainer rank nothing is to be gathered
-from other ranks: what collectives cost is not in this table.  Flags behind ``--`` are those of ``train.py``.
+Prints for each: seconds of the first push in this process (compiling kernels, building tables and plan), of a
+first push after that (a new manifest), the median of later ones and its parts, and the peak memory of each side
+beyond its model, including the bucket.  On a CPU that is the resident set, which is coarse.  Digests, which cost both
+ways the same, and the transfer between two processes are excluded.  One trainer rank has nothing to gather
+from other ranks, so the cost of collectives is not in this table.  Flags after ``--`` are those of ``train.py``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PAIRS = (("gathered", "own"), ("gathered", "traced"), ("shards", "own"), ("shard
 
 
 class OwnLoader:
-    """The model's own ``load_weights`` on views of each bucket; a tensor in several pieces is put together first."""
+    """The model's own ``load_weights`` on views of each bucket; joins tensors that come in several pieces."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -69,7 +69,7 @@ class OwnLoader:
         self.manifest, self.held = manifest, HeldTensors(manifest, {})
 
     def load(self, index: int, flat: Tensor) -> None:
-        """Load what this bucket completes."""
+        """Load the tensors that this bucket completes."""
         bucket = self.manifest.buckets[index]
         complete = self.held.add(bucket, flat, {piece.name for piece in bucket.slices})
         with torch.no_grad():
@@ -81,7 +81,7 @@ class OwnLoader:
 
 
 class TracedLoader:
-    """The product's load plan, with the comparison of every parameter that it makes."""
+    """slime's load plan, with its comparison of every parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         from slime.ext.fast_push.model_load import ModelLoad
@@ -102,19 +102,19 @@ Loader = OwnLoader | TracedLoader
 
 
 class Meter:
-    """Seconds and peak memory of one side's steps, beyond what was held before its first."""
+    """Seconds and peak memory of one side's steps, beyond the memory before its first."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.reset()
 
     def reset(self) -> None:
-        """Forget all measured steps, but not what they hold."""
+        """Discard measured steps, but not the memory they hold."""
         self.seconds, self.peak_bytes = 0.0, 0
         self._held = getattr(self, "_held", 0)
 
     def step(self, work: Callable[[], Any]) -> Any:
-        """Do it and count it."""
+        """Run a step and record it."""
         before = self._allocated()
         self._reset_peak()
         start = time.perf_counter()
@@ -209,13 +209,13 @@ def start_trainer(args: Namespace) -> None:
 
 
 def build(args: Namespace) -> nn.Module:
-    """The trainer's model without gradients, with small random numbers in place of costly initial values."""
+    """The trainer's model without gradients, with small random numbers instead of costly initial values."""
     from slime.backends.megatron_utils.model_provider import get_model_provider
 
     args.perform_initialization = False
     model = get_model_provider(args, transforms=[make(args) for make in load_all(parts(args).transforms)])()
     if torch.cuda.is_available():
-        model.cuda()  # what the provider leaves on the host, such as routers
+        model.cuda()  # the provider leaves some modules, such as routers, on the host
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.uniform_(-0.05, 0.05)
@@ -226,7 +226,7 @@ def build(args: Namespace) -> nn.Module:
 
 
 def push(source: BucketSource, loader: Loader, trainer: Meter, engine: Meter) -> float:
-    """Fill every bucket and load it; gives the seconds of both sides together."""
+    """Fill every bucket and load it; return the seconds of both sides together."""
     before = trainer.seconds + engine.seconds
     engine.step(lambda: loader.begin(source.manifest))
     buckets: Iterator[tuple[int, Tensor]] = iter(source.iter_buckets())
@@ -245,7 +245,7 @@ def measure(
 
     result: dict[str, float] = {}
     for key in ("cold_first_s", "first_s"):
-        clear_memory()  # pairs do not inherit from each other
+        clear_memory()  # pairs must not inherit from each other
         trainer, engine = Meter(device), Meter(device)
         source, loader = trainer.step(make_source), engine.step(make_loader)
         result[key] = trainer.seconds + engine.seconds + push(source, loader, trainer, engine)
@@ -254,7 +254,7 @@ def measure(
         if key == "cold_first_s":
             source = loader = None  # type: ignore[assignment]
     result["first_trainer_gib"], result["first_engine_gib"] = trainer.peak_bytes / 2**30, engine.peak_bytes / 2**30
-    # The second push of a traced plan still makes tables: it belongs to no steady state.
+    # The second push of a traced plan still builds tables, so it is not steady state.
     result["second_s"] = push(source, loader, trainer, engine)
     later = []
     for _ in range(pushes):
@@ -284,7 +284,7 @@ def digest_of(model: nn.Module) -> str:
 def run_format(
     kind: str, args: Namespace, trained: nn.Module, engine: nn.Module, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """All pairs for one format of the engine."""
+    """Run all pairs for one format of the engine."""
     from slime.backends.megatron_utils.megatron_to_hf import hf_form
     from slime.backends.megatron_utils.memory import clear_memory
     from slime.backends.megatron_utils.models import find_weight_map
@@ -324,16 +324,16 @@ def run_format(
         where = {"model": options.model, "layers": options.layers, "format": kind}
         row: dict[str, Any] = {**where, "source": source, "loader": loader}
         for parameter in engine.parameters():
-            parameter.data.zero_()  # what a pair leaves behind is its own
+            parameter.data.zero_()  # one pair must not see another's results
         try:
             row |= measure(sources[source], loaders[loader], device, options.pushes)
             row["digest"] = digest_of(engine)
-        except Exception as error:  # the other pairs shall still be measured
+        except Exception as error:  # the other pairs must still be measured
             traceback.print_exc()
             row["error"] = f"{type(error).__name__}: {error}"
         rows.append(row)
         print(json.dumps(row), flush=True)
-        clear_memory()  # pairs do not inherit from each other
+        clear_memory()  # pairs must not inherit from each other
     digests = {row["digest"] for row in rows if "digest" in row}
     if len(digests) > 1:
         print(f"{options.model} {kind}: the pairs leave different bytes in the engine: {digests}", flush=True)
@@ -341,7 +341,7 @@ def run_format(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table; ratios are against gathered buckets through the model's own loader."""
+    """A Markdown table; ratios are relative to gathered buckets through the model's own loader."""
     lines = [
         "| engine | buckets from | loader | first push, s | first, compiled, s | later, s | trainer + engine, s |"
         " later x | trainer GiB | engine GiB |",

@@ -1,4 +1,4 @@
-"""What the logs of both sides say of a step's phases, as one table."""
+"""Reads the phases of a step from both sides' logs, and makes one table."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from statistics import mean
 from typing import Any
 
 Steps = list[dict[str, float]]
-"""Of each step in order: name of a span -> seconds; ``end`` is the time at which the step's record was seen."""
+"""For each step in order: name of a span -> seconds; ``end`` is the time at which the step's record was seen."""
 COLUMNS = ["seconds", "slime", "verl", "verl / slime", "ahead"]
 EQUAL = 0.03
-"""Sides that differ by less are called equal."""
+"""Sides that differ by less count as equal."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Phase:
     slime: tuple[str, ...]
     verl: tuple[str, ...]
     absent: Mapping[str, str]
-    """Side -> what its cell says when none of its spans was logged."""
+    """Side -> the text of its cell if none of its spans was logged."""
 
 
 PHASES = (
@@ -38,11 +38,11 @@ PHASES = (
     Phase("push, the engine's waking included", ("push",), ("update_weights",), {}),
 )
 LATE = ("sleep",)
-"""Spans of slime that stand in the record of the step after theirs."""
+"""Spans of slime that are in the next step's record."""
 
 
 def read_slime(path: Path) -> Steps:
-    """Return the steps of a ``metrics.jsonl`` of slime that have ended."""
+    """Return the finished steps of slime's ``metrics.jsonl``."""
     rows: dict[int, dict[str, float]] = defaultdict(dict)
     for line in _lines(path):
         if "rollout/step" in line:
@@ -74,21 +74,21 @@ def read_verl(path: Path) -> Steps:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a file that may still grow; none while there is no file."""
+    """Return the complete lines of a file that may still grow; none if there is no file."""
     text = path.read_text(errors="replace") if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1] if line]
 
 
 def table(slime: Steps, verl: Steps, warm_up: int, tokens: int) -> dict[str, Any]:
-    """Return title, columns and rows; means over the steps after the first ``warm_up``, seconds.
+    """Return title, columns and rows: means in seconds over the steps after the first ``warm_up``.
 
-    A whole step is what lies between two ends of steps by the clock of the one who watches, the same for both sides;
-    what is in no phase is the rest.
+    A whole step lasts from one step's end to the next by the observer's clock, the same for both sides;
+    time in no phase is the rest.
 
     Args:
-        slime: the steps of one side; none where it failed.
-        verl: those of the other.
-        warm_up: steps that are not measured, at least one: the first has no beginning.
+        slime: the steps of one side; empty if it failed.
+        verl: the steps of the other.
+        warm_up: number of unmeasured steps, at least one, because the first has no beginning.
         tokens: response tokens of a step.
     """
     sides = {"slime": slime, "verl": verl}
@@ -117,7 +117,7 @@ def table(slime: Steps, verl: Steps, warm_up: int, tokens: int) -> dict[str, Any
 
 
 def _seconds(steps: Steps, spans: Sequence[str]) -> float | None:
-    """Return the mean over the steps of the sum of some spans, each over those that have it; None where none has."""
+    """Return the mean over the steps of the sum of some spans, for the steps that have any; None if none has."""
     means = [mean(of) for span in spans if (of := [step[span] for step in steps if span in step])]
     return sum(means) if means else None
 
@@ -132,7 +132,7 @@ def _whole(steps: Steps, warm_up: int) -> float | None:
 def _row(
     label: str, slime: float | str | None, verl: float | str | None, *, digits: int = 2, more_is_better: bool = False
 ) -> list[Any]:
-    """Return a row; between two numbers it says their ratio and who is ahead."""
+    """Return a row; for two numbers it gives their ratio and which side is faster."""
     row: list[Any] = [label]
     for cell in (slime, verl):
         row.append("-" if cell is None else cell if isinstance(cell, str) else round(cell, digits or None))

@@ -1,15 +1,15 @@
-"""slime beside verl on one GPU: the same model folder, prompts, lengths, batch and optimizer; a table by phase.
+"""slime against verl on one GPU: the same model folder, prompts, lengths, batch and optimizer; a table by phase.
 
     pip install 'verl[sglang]==0.9.1'        # beside slime; see --help for what runs without it
     python benchmarks/peers/run.py --out runs/peers
     python benchmarks/peers/run.py --out /tmp/p --shape tiny --prompts 2 --samples 4 --median 24 --cap 32 \\
-        --sides slime --slime=--fp32       # a CPU, slime alone
+        --sides slime --slime=--fp32       # a CPU, only slime
 
-Each side is a whole colocated job, one after the other: GRPO with a KL term against a reference, one optimizer step a
-rollout, fp32 master weights, no recomputation, engines with the same attention, memory share and number of requests.
-The model has random weights of the shape of ``--shape``; response lengths are drawn once (log-normal) and forced.
-``--out`` gets each side's log and metrics, and ``peers.json``, a file of benchmarks/results.  Where the versions
-that are installed are not those that verl asks for, the notes say so.
+Each side is a whole colocated job, one after the other: GRPO with a KL term against a reference, one optimizer step
+per rollout, fp32 master weights, no recomputation, engines with the same attention, memory share and number of
+requests.  The model has random weights in the shape of ``--shape``; response lengths are drawn once (log-normal) and
+forced.  ``--out`` receives each side's log and metrics, and ``peers.json``, a file of benchmarks/results.  If the
+installed versions are not those that verl asks for, the notes say so.
 """
 
 from __future__ import annotations
@@ -101,19 +101,19 @@ trainer.default_local_dir={folder}/checkpoints
 AGENT_LOOP = "- name: forced_length\n  _target_: benchmarks.peers.verl_hooks.ForcedLength\n"
 QUIET = "ignore::FutureWarning,ignore::UserWarning,ignore::DeprecationWarning"
 LOOK_S = 0.1
-"""Between two looks at a side's metrics."""
+"""Seconds between two readings of a side's metrics."""
 CHILDREN_S = 2.0
-"""Between two looks at the processes that a side has started."""
+"""Seconds between two scans for processes that a side has started."""
 LEAVE_S = 15.0
-"""For a side to end after its last step, and again after it was told to."""
+"""Seconds for a side to end after its last step, and again after a signal."""
 KILLED_S = 60.0
-"""For what was killed to be gone."""
+"""Seconds for killed processes to disappear."""
 PINNED = ("sglang", "transformers", "flash-attn", "tensordict", "torch")
-"""Packages whose version verl asks for."""
+"""Packages for which verl requires a version."""
 
 
 def values(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return what stands in the braces of the flags of both sides."""
+    """Return the values for the braces in both sides' flags."""
     return {
         **vars(options),
         **{"model": options.out / "model", "prompts_file": options.out / "prompts.jsonl", "folder": folder},
@@ -122,14 +122,14 @@ def values(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def slime_words(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Return the words that start slime."""
+    """Return the command that starts slime."""
     flags = SLIME if options.shape == "tiny" else SLIME + SLIME_ENGINE
     words = flags.format(**values(options, folder)).split()
     return [sys.executable, str(ROOT / "train.py"), *words, *shlex.split(options.slime)]
 
 
 def verl_words(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Return the words that start verl."""
+    """Return the command that starts verl."""
     words = VERL.format(**values(options, folder)).split()
     return [sys.executable, "-m", "verl.trainer.main_ppo", *words, *shlex.split(options.verl)]
 
@@ -143,7 +143,7 @@ def read_steps(name: str, folder: Path) -> phases.Steps:
 
 
 def run_side(name: str, words: list[str], options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
-    """Run a job to the end of its steps, or for ``limit_s``; returns its steps, each with its end."""
+    """Run a job to the end of its steps, or for ``limit_s``; return its steps, each with its end time."""
     folder = options.out / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "agent_loop.yaml").write_text(AGENT_LOOP)
@@ -184,14 +184,14 @@ def run_side(name: str, words: list[str], options: argparse.Namespace, limit_s: 
 
 
 def children(pid: int) -> list[psutil.Process]:
-    """Return all processes below one."""
+    """Return all descendants of a process."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).children(recursive=True)
     return []
 
 
 def stop(job: subprocess.Popen[bytes], started: dict[int, psutil.Process]) -> None:
-    """Let a job end, then end it with all that it started: the next side needs the whole GPU."""
+    """Let a job end, then kill everything that it started: the next side needs the whole GPU."""
     started |= {child.pid: child for child in children(job.pid)}
     for signal_number in (None, signal.SIGTERM, signal.SIGKILL):
         if signal_number is not None:
@@ -207,14 +207,14 @@ def stop(job: subprocess.Popen[bytes], started: dict[int, psutil.Process]) -> No
 
 
 def installed(package: str) -> str | None:
-    """Return a package's version, None where it is not installed."""
+    """Return a package's version, None if it is not installed."""
     with contextlib.suppress(PackageNotFoundError):
         return version(package)
     return None
 
 
 def deviations() -> list[str]:
-    """Return what is not as verl asks for it, by the requirements that it declares."""
+    """Return deviations from the requirements that verl declares."""
     found = []
     for line in requires("verl") or []:
         wanted = Requirement(line)
@@ -238,7 +238,7 @@ PHASES_NOTE = (
 
 
 def workload_note(options: argparse.Namespace, tokens: int, order: list[str]) -> str:
-    """Return what both sides did."""
+    """Return a description of the workload."""
     return (
         f"Random weights of the shape of {options.shape}; {options.prompts} prompts x {options.samples} samples; "
         f"response lengths log-normal (median {options.median:g}, sigma {options.sigma:g}, cap {options.cap}), forced "
@@ -286,12 +286,12 @@ STEP_COLUMNS = ["side", "step", "generation", "old log-probs", "reference", "upd
 
 
 def short(side: dict[str, Any], options: argparse.Namespace) -> bool:
-    """Return True for a job that did not make all its steps."""
+    """Return True if a job did not finish all its steps."""
     return len(side["steps"]) < options.steps
 
 
 def shown_words(words: list[str], options: argparse.Namespace) -> list[str]:
-    """Return the words of a job without this machine's paths."""
+    """Return a job's command without this machine's paths."""
     return [word.replace(str(options.out), "OUT").replace(f"{ROOT}/", "") for word in words]
 
 

@@ -1,4 +1,4 @@
-"""Hooks of slime: responses of the lengths that the prompts' rows say, and a reward without a cost."""
+"""Hooks of slime: responses with the lengths in the prompts' rows, and a free reward."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Hooks of verl: responses of the lengths that the prompts' rows say, and a reward without a cost.
+"""Hooks of verl: responses with the lengths in the prompts' rows, and a free reward.
 
-verl is no part of this project's environment; only its own processes import this file.
+verl is not part of this project's environment; only its own processes import this file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class ForcedLength(SingleTurnAgentLoop):  # type: ignore[misc]
     """verl's own single turn, with the response's length forced."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        """Answer one sample; ``session_id`` is its number among those of its prompt."""
+        """Answer one sample; ``session_id`` is its number among its prompt's samples."""
         length = workload.forced_length(kwargs["extra_info"], int(kwargs["session_id"]))
         return await super().run(sampling_params | {"max_tokens": length, "ignore_eos": True}, **kwargs)
 

@@ -1,6 +1,6 @@
-"""The work that both frameworks get: a model folder with random weights, prompts, and the length of each response.
+"""The workload of both frameworks: a model folder with random weights, prompts, and the length of each response.
 
-One file of prompts serves both; each row names the lengths of its samples, which the hooks of both sides force.
+Both read one file of prompts; each row has the lengths of its samples, which both sides' hooks force.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def response_length(prompt: int, sample: int, options: Namespace) -> int:
-    """Return the tokens of one response: log-normal, of ``options.median`` and ``sigma``, up to ``options.cap``."""
+    """Return the length of one response: log-normal, of ``options.median`` and ``sigma``, up to ``options.cap``."""
     drawn = options.median * random.Random(1_000_003 * prompt + sample).lognormvariate(0.0, options.sigma)
     return max(min(16, options.cap), min(options.cap, int(drawn)))
 
 
 def forced_length(row: dict[str, Any], sample: int) -> int:
-    """Return what a row's ``extra_info`` says of one of its samples."""
+    """Return the length of a sample in a row's ``extra_info``."""
     return int(row["lengths"].split()[sample])
 
 
@@ -45,7 +45,7 @@ def score(text: str) -> float:
 
 
 def prompts(count: int) -> Iterator[str]:
-    """Draw texts of 85 to 170 characters, a token each."""
+    """Draw texts of 85 to 170 characters, one token each."""
     draw = random.Random(7)
     words = ["".join(draw.choices(LETTERS, k=draw.randint(2, 7))) for _ in range(500)]
     for _ in range(count):
@@ -56,7 +56,7 @@ def prompts(count: int) -> Iterator[str]:
 
 
 def build_tokenizer(size: int) -> Any:
-    """Return a byte-level tokenizer of ``size`` entries without a merge; every further entry is a short word."""
+    """Return a byte-level tokenizer of ``size`` entries without merges; entries beyond the bytes are short words."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -76,7 +76,7 @@ def build_tokenizer(size: int) -> Any:
 
 
 def write(folder: Path, options: Namespace) -> int:
-    """Write ``folder/model`` and ``folder/prompts.jsonl``; returns the response tokens of a step, on average."""
+    """Write ``folder/model`` and ``folder/prompts.jsonl``; return the mean response tokens of a step."""
     import torch
     import transformers
 
