@@ -1,4 +1,4 @@
-"""Programs that try to leave a sandbox: each prints ESCAPED when it did, or leaves a mark that the host finds."""
+"""Programs that try to escape from a sandbox: each prints ESCAPED on success, or leaves a mark that the host finds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ESCAPES = {
     "the death of others": "import os; os.kill({victim}, 9); escaped()",
     "the death of all": "import os; os.kill({victim}, 0); os.kill(-1, 9); escaped()",
 }  # fmt: skip
-"""Those that come through without isolation."""
+"""Attempts that succeed without isolation."""
 
 KERNEL_ESCAPES = {
     "tracing another": "libc.ptrace(16, {victim}, 0, 0) == 0 and escaped()",
@@ -70,7 +70,7 @@ STRICT_ESCAPES = {
     "a socket": "import socket; socket.socket(); escaped()",
     "a pair of sockets": "import socket; socket.socketpair(); escaped()",
 }
-"""Of Python that may have one process."""
+"""Attempts from Python with a limit of one process."""
 
 BEGIN = """
 import ctypes

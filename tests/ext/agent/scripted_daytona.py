@@ -1,4 +1,4 @@
-"""The HTTP interface of Daytona's service, as far as its client uses it; commands run on this machine."""
+"""The part of Daytona's HTTP interface that its client uses; commands run on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SANDBOX = {
 
 
 class ScriptedDaytona:
-    """Serves sandboxes; ``folder`` is their working directory.  ``losses`` answers of commands are lost."""
+    """Serves sandboxes in the working directory ``folder``; loses ``losses`` answers of commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.losses = folder, 0

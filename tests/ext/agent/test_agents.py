@@ -1,4 +1,4 @@
-"""The agents of examples/strands, tau-bench and coding_agent_rl, with an engine that talks."""
+"""The agents of examples/strands, tau-bench and coding_agent_rl, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def no_servers():
 
 @pytest.fixture
 def tau(monkeypatch):
-    """The modules of examples/tau-bench, whose folder is no package."""
+    """The modules of examples/tau-bench, whose folder is not a package."""
     monkeypatch.syspath_prepend("examples/tau-bench")
     for name in ("tau_env", "generate_with_tau"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -39,7 +39,7 @@ def turns_of(prompt):
 
 
 def clerk(prompt):
-    """Looks the orders up, cancels the last one, says so."""
+    """Looks up the orders, cancels the last one, and says so."""
     said = turns_of(prompt)
     if said[-1][0] == "user":
         return agents.call("get_orders", user=said[-1][1].rpartition(" ")[2])
@@ -74,7 +74,7 @@ def test_a_task_ends_with_the_verdict_of_the_database(talk, tau, policy, reward)
 
 
 def programmer(prompt):
-    """Wrong at first, right when the tests have spoken."""
+    """Wrong at first, right after the tests' message."""
     question = turns_of(prompt)[0][1]
     if turns_of(prompt)[-1] == ("user", agents.WRONG):
         return f"```python\ndef f(a): return {question.removeprefix('f(a)=')}\n```"

@@ -1,4 +1,4 @@
-"""The Anthropic adapter by its documented wire format, in front of an engine that speaks SGLang's protocol."""
+"""The Anthropic adapter by its documented wire format, with an engine that speaks SGLang's protocol."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def calculator(prompt):
 
 
 class World:
-    """Engine, adapter and a client that knows nothing but HTTP."""
+    """Engine, adapter and a plain HTTP client."""
 
     def __init__(self, tokenizer, say=calculator, faults=(), **kwargs):
         self.engine = TalkingEngine(tokenizer, say, faults=list(faults))

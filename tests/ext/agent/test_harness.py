@@ -1,4 +1,4 @@
-"""Harnesses: what they write and run, in a sandbox that only takes notes; and one real program in a real shell."""
+"""Harnesses: what they write and run, in a recording sandbox; and one real program in a real shell."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.talking_engine import TalkingEngine
 
 
 class NoteTaking:
-    """A sandbox where every command succeeds unless ``fails`` names a part of it; gives plain tuples."""
+    """A sandbox where every command succeeds unless it contains ``fails``; returns plain tuples."""
 
     sandbox_id = "notes"
 
@@ -43,7 +43,7 @@ class NoteTaking:
         return self.files[path]
 
     def script(self, tag):
-        """What the job of this tag runs."""
+        """The script of the job with this tag."""
         (found,) = [text for path, text in self.files.items() if path.startswith(f"/tmp/slime-job-{tag}-")]
         return found
 
@@ -65,7 +65,7 @@ def test_claude_code_is_pointed_at_the_adapter(monkeypatch):
     assert "export B='two words'\n" in script
     assert "claude -p --dangerously-skip-permissions --output-format json --max-turns 3" in script
     assert sb.files["/home/agent/.slime-prompt"] == "fix it; rm -rf '$HOME'"
-    assert "rm -rf" not in script  # the prompt is no part of a command
+    assert "rm -rf" not in script  # the prompt is not part of a command
     assert json.loads(sb.files["/home/agent/.claude.json"])["hasCompletedOnboarding"]
     assert any(user == "agent" and "setsid" in cmd for user, cmd in sb.ran)
 

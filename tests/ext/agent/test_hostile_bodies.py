@@ -1,4 +1,4 @@
-"""Requests that an agent, which runs what a model wrote, may send: the protocol's answer, never a failure of ours."""
+"""Hostile requests that an agent, which runs model output, may send: each gets the protocol's error, never a crash."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ BROKEN = {
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The place of every value in a body."""
+    """The path of every value in a body."""
     yield path
     for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield from paths(value[key], (*path, key))
 
 
 def put(value: Any, path: tuple[Any, ...], odd: Any) -> Any:
-    """The body with another value at a place."""
+    """The body with another value at a path."""
     if not path:
         return odd
     copy = dict(value) if isinstance(value, dict) else list(value)

@@ -1,4 +1,4 @@
-"""Isolation of programs: what tries to leave it fails, what takes too much is ended, what is left behind dies."""
+"""Isolation of programs: escapes fail, excessive use is ended, and leftover processes die."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL = Limits(memory_mib=256, disk_mib=16, processes=24, cpu_s=20, output_bytes
 
 @pytest.fixture
 def host(tmp_path):
-    """What there is to reach: files, sockets, a process with a variable."""
+    """The targets: files, sockets, a process with a variable."""
     secret = tmp_path / "secret"
     secret.write_text("hunter2")
     abstract = f"slime-{uuid.uuid4().hex}"
@@ -109,7 +109,7 @@ def test_python_alone_does_not_escape(host, name):
 
 
 def test_an_ordinary_user_isolates_too(host):
-    """As root this takes the place of another user by a namespace of users; the rest is that user's own."""
+    """As root, a user namespace simulates another user; everything else is that user's own."""
     code = f"""
 import asyncio, os, sys
 from slime.agent.sandbox.runner import IsolatedRunner
@@ -206,13 +206,13 @@ def test_a_bomb_is_ended(cmd, reason):
         return ended
 
     ended = asyncio.run(play())
-    refused = b"Resource temporarily unavailable" in ended.err  # by the kernel, before they were too many
-    reasons = ("processes", "memory") if "processes" in reason else (reason,)  # many processes take much memory
+    refused = b"Resource temporarily unavailable" in ended.err  # by the kernel, before the limit was reached
+    reasons = ("processes", "memory") if "processes" in reason else (reason,)  # many processes also use much memory
     assert any(one in ended.reason for one in reasons) or ("processes" in reason and refused), ended
 
 
 def test_a_file_is_written_where_the_sandbox_is(tmp_path):
-    """A link that the sandbox made leads to its own files."""
+    """A link that the sandbox creates leads to its own files."""
 
     async def play():
         async with LocalSandbox(limits=SMALL) as box:
@@ -255,7 +255,7 @@ def test_a_connection_to_an_address_that_does_not_answer_is_closed(monkeypatch):
         async with IsolatedRunner(SMALL, reach=f"http://localhost:{port}") as isolated:
             return await bash(isolated, f"exec 3<>/dev/tcp/127.0.0.1/{port}; cat <&3; echo closed")
 
-    with socket.socket() as deaf:  # bound and not listening: refused
+    with socket.socket() as deaf:  # bound but not listening: connections are refused
         deaf.bind(("127.0.0.1", 0))
         assert asyncio.run(play(deaf.getsockname()[1])).out == b"closed\n"
 

@@ -1,4 +1,4 @@
-"""The OpenAI adapter, driven by the real ``openai`` client, in front of an engine that speaks SGLang's protocol."""
+"""The OpenAI adapter, driven by the real ``openai`` client, with an engine that speaks SGLang's protocol."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANSWER = "<think>\nEasy.\n</think>\n\nThe tool says 3."
 
 
 def calculator(prompt):
-    """Calls the tool first and answers when its result is there."""
+    """Calls the tool first and answers when it has the result."""
     return ANSWER if "<tool_response>" in prompt.rpartition("<|im_start|>user")[2] else CALL
 
 
@@ -81,7 +81,7 @@ def ask(client, messages, **kwargs):
 
 
 def play(client, stream=False):
-    """Two turns: the call of the tool, and the answer."""
+    """Two turns: the tool call, and the answer."""
     messages = [{"role": "user", "content": "What is 1 + 2?"}]
     first = ask(client, messages, tools=TOOLS).choices[0]
     messages.append(first.message.model_dump(exclude_none=True))
@@ -106,7 +106,7 @@ def test_two_turns_become_one_sample_of_exactly_the_tokens_that_were_drawn(setup
     first, second = [payload["input_ids"] for payload in world.engine.payloads]
     replies = world.engine.script.replies
     reply_1, reply_2 = replies[tuple(first)], replies[tuple(second)]
-    assert sample.tokens == second + reply_2  # what the engine saw, and what it drew
+    assert sample.tokens == second + reply_2  # what the engine saw, and what it generated
     assert second[: len(first) + len(reply_1)] == first + reply_1  # not encoded again
     observation = len(second) - len(first) - len(reply_1)
     assert sample.loss_mask == [1] * len(reply_1) + [0] * observation + [1] * len(reply_2)
@@ -131,7 +131,7 @@ def test_a_session_ends_once_and_then_refuses(setup):
     play(world.client())
     assert len(world.finish()) == 1
     assert world.finish() == []
-    # The official client would retry a 503; the answer tells it not to.
+    # The official client would retry a 503; the answer's headers forbid it.
     began = time.monotonic()
     with pytest.raises(openai.InternalServerError) as refused:
         ask(world.client(max_retries=5), [{"role": "user", "content": "more"}])
@@ -268,7 +268,7 @@ def test_an_answer_that_dropped_its_reasoning_goes_on_from_the_tokens_of_the_tem
     messages.append({"role": "assistant", "content": ask(client, messages).choices[0].message.content})
     messages.append({"role": "user", "content": "two"})
     ask(client, messages)
-    # The template forgets the reasoning before a new user message: the first answer's tokens leave the sample.
+    # The template drops reasoning before a new user message, so the first answer's tokens leave the sample.
     (sample,) = world.finish()
     first, second = [payload["input_ids"] for payload in world.engine.payloads]
     assert sample.tokens[: len(second)] == second

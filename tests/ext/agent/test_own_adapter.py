@@ -1,4 +1,4 @@
-"""An adapter that a user wrote for a protocol of their own: the hooks of ``adapters.common.BaseAdapter`` alone."""
+"""A user's adapter for another protocol, which uses only the hooks of ``adapters.common.BaseAdapter``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class WordAdapter(BaseAdapter):
 
 @pytest.fixture
 def ask(tokenizer, monkeypatch):
-    """Ask the adapter; the engine is a function in the place of ``call_sglang_generate``."""
+    """Query the adapter; a function replaces ``call_sglang_generate``."""
     calls = []
 
     async def call(prompt_ids, session, body, *, adapter, session_id):

@@ -1,4 +1,4 @@
-"""Sandboxes: this machine's folder for real, E2B against a client of its interface."""
+"""Sandboxes: a real local folder, and E2B against a fake of its client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def daytona(tmp_path, monkeypatch):
 
 @pytest.fixture(params=["local", "daytona"])
 def new_sandbox(request):
-    """Makes a sandbox of each kind that can be run here; E2B's is asked below."""
+    """Creates a sandbox of each kind that can run here; E2B is tested below."""
     if request.param == "local":
         return LocalSandbox
     request.getfixturevalue("daytona")
@@ -137,7 +137,7 @@ def test_a_long_job_gives_its_code_and_output_and_ends_at_its_budget():
 
 
 class LosesTheAnswer(LocalSandbox):
-    """Starts a job and loses the connection before, or after, the command has run."""
+    """Starts a job and loses the connection before or after the command runs."""
 
     def __init__(self, reached):
         super().__init__()
@@ -173,15 +173,15 @@ def test_a_job_is_not_started_again_when_the_answer_is_lost(monkeypatch, reached
 
 
 class NotFoundException(Exception):
-    """As E2B's client names it."""
+    """Named as in E2B's client."""
 
 
 class TimeoutException(Exception):
-    """As E2B's client names it."""
+    """Named as in E2B's client."""
 
 
 class Service:
-    """What E2B's client offers, by its documentation; fails as often as it is told."""
+    """The interface of E2B's client, from its documentation; fails a given number of times."""
 
     made: list = []
 

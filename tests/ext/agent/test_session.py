@@ -1,4 +1,4 @@
-"""A session of an agent gives the sample of a conversation that the job itself holds, images and replays included."""
+"""An agent's session gives the same sample as the job's own conversation, including images and replays."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def int32(values) -> str:
 
 @pytest.fixture
 def job(talk):
-    """``job()`` gives args of a model that sees, and the payloads of its engine, which reports experts and nuclei."""
+    """``job()`` returns args of a vision model, and the payloads of its engine, which reports experts and nuclei."""
 
     def start(**attributes):
         args, engine = talk(
@@ -57,7 +57,7 @@ def job(talk):
             for image in map(open_image, payload.get("image_data") or ()):
                 meta["prompt_tokens"] += image.width * image.height // 16**2 - 1
             if payload.get("return_routed_experts"):
-                # Each position has other experts in each call, so that rows of another call would be seen.
+                # Experts differ at each position in each call, so that rows of another call would be noticed.
                 size = (meta["prompt_tokens"] + len(drawn) - 1) * LAYERS * TOP_K
                 meta["routed_experts"] = int32(np.arange(size) + 10_000 * (len(payloads) - 1))
             if payload["sampling_params"].get("custom_params"):

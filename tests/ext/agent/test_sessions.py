@@ -1,4 +1,4 @@
-"""Who may open a session of an adapter: the job alone."""
+"""Only the job may open a session of an adapter."""
 
 from __future__ import annotations
 

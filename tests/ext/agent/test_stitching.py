@@ -1,4 +1,4 @@
-"""Prompts that keep drawn ids, with templates that close, do not close, and rewrite turns."""
+"""Prompts that keep generated ids, with templates that close, do not close, or rewrite turns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_drawn_ids_stay_and_the_turn_is_closed_once(tokenizer, finish, end):
     assert ids[: len(before.ids)] == before.ids
     again = build_prompt_ids(tokenizer, [USER, ANSWER, RESULT], None)
     assert tokenizer.decode(ids) == tokenizer.decode(again)
-    assert ids != again  # the encoder merges what was drawn byte by byte
+    assert ids != again  # the encoder merges the bytes that were generated one by one
 
 
 def test_what_the_model_wrote_stays_where_the_template_would_write_it_otherwise(tokenizer):

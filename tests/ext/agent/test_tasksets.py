@@ -1,4 +1,4 @@
-"""Tasks of verifiers in an interpreter of their own: of a stand-in, and of the package where it is installed."""
+"""Verifiers tasks in a separate interpreter: with a fake, and with the package where it is installed."""
 
 from __future__ import annotations
 

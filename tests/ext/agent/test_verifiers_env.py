@@ -1,4 +1,4 @@
-"""Rollouts of environments of verifiers: of a stand-in, and with the extra of the package itself."""
+"""Rollouts of verifiers environments: with a fake package, and with the real one of the extra."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def nothing_left():
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """``import verifiers`` gives the stand-in."""
+    """``import verifiers`` imports the fake."""
     (tmp_path / "verifiers.py").write_text(STAND_IN)
     monkeypatch.delitem(sys.modules, "verifiers", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
@@ -132,7 +132,7 @@ def samples_of(path):
 
 
 def caller(prompt):
-    """Calls the tool, then repeats what it said."""
+    """Calls the tool, then repeats its answer."""
     turns = prompt.split("<|im_start|>")[1:-1]
     role, _, said = turns[-1].partition("<|im_end|>")[0].partition("\n")
     if role == "tool" or said.startswith("<tool_response>"):
@@ -142,7 +142,8 @@ def caller(prompt):
 
 
 def talk_in_bytes(talk, **attributes):
-    """The policy draws one byte at a time: an encoder would merge some, so text that is tokenised again differs."""
+    """The policy generates byte by byte, while an encoder would merge some; so text that is tokenized again
+    differs."""
     args, engine = talk(caller, custom_generate_function_path=VERIFIERS, **attributes)
     make_tokenizer().save_pretrained(args.hf_checkpoint)
     engine.script.tokenizer = make_tokenizer()
@@ -154,14 +155,14 @@ def played(args, sample, params=PARAMS):
 
 
 def trained_text(sample, tokenizer=None):
-    """Text of the trained tokens, and of the others behind the prompt."""
+    """Text of the trained tokens, and of the other tokens after the prompt."""
     response = sample.tokens[-sample.response_length :]
     parts = [[t for t, on in zip(response, sample.loss_mask, strict=True) if on == kind] for kind in (1, 0)]
     return tuple((tokenizer or build_tokenizer()).decode(part) for part in parts)
 
 
 def check_two_turns(engine, sample, *, product):
-    """The sample is what the engine was asked and drew (call, result, answer), and drawn tokens alone are trained."""
+    """The sample is the engine's prompts and answers (call, result, answer), and only generated tokens are trained."""
     tokenizer = engine.script.tokenizer
     first, second = [payload["input_ids"] for payload in engine.payloads]
     drawn = [engine.script.replies[tuple(ids)] for ids in (first, second)]

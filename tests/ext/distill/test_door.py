@@ -1,4 +1,4 @@
-"""Who may ask the server of a teacher."""
+"""Who may use a teacher's server."""
 
 from __future__ import annotations
 

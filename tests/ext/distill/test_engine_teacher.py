@@ -1,4 +1,4 @@
-"""The teacher behind an SGLang server: what it is asked, what is made of its answer."""
+"""The teacher behind an SGLang server: its requests, and the use of its answers."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_teachers_likeliest_tokens_are_asked_for_and_kept(teacher):
     one = sample()
     one.reward = run(reward_func(args, one))
     assert teacher.payloads[0]["top_logprobs_num"] == 2
-    # The scripted engine gives none; SGLang gives, for each token, [log-prob, id, text] of the likeliest.
+    # The scripted engine returns none; SGLang returns, for each token, [log-prob, id, text] of the likeliest.
     top = [None, *([[-0.1 * n, 20 + n, None], [-0.5, 30 + n, None]] for n in range(4))]
     one.reward["meta_info"]["input_top_logprobs"] = top
     post_process_rewards(args, [one])

@@ -1,4 +1,4 @@
-"""Which settings of a distillation are refused before anything starts, and what the core is asked for."""
+"""Which distillation settings are refused before anything starts, and what they require of the core."""
 
 from __future__ import annotations
 

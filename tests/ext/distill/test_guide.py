@@ -1,4 +1,4 @@
-"""The pull towards a teacher: in the advantages, and with top-k in the loss."""
+"""The distillation term: in the advantages, and with top-k in the loss."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_top_k_distillation_adds_the_divergence_from_the_teachers_tokens() -> No
     teacher = torch.randn(6, VOCAB, generator=generator).log_softmax(-1)
     best = teacher.topk(3, dim=-1)
     top = torch.stack([best.indices.float(), best.values], dim=1)
-    top[3] = float("nan")  # of the token that is not trained
+    top[3] = float("nan")  # of the untrained token
     batch["teacher_top"] = list(top.split(sizes))
     logits = torch.randn(1, sum(batch["total_lengths"]) + 3, VOCAB + 3, generator=generator).requires_grad_()
     args = make_args(opd_top_k=3, opd_kl_coef=2.0, rollout_temperature=temperature)

@@ -1,4 +1,4 @@
-"""Who reaches what of the teacher server: every route, with the secret, with others and with none."""
+"""Who may use which route of the teacher server: every route, with the secret, with others and without."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime.utils.errors import DataError
 SECRET = "s3cret"
 KEYS = ["", "Bearer s3cre", "s3cret"]
 OPEN = {("GET", "/healthz"), ("GET", "/detect"), ("GET", "/info"), ("GET", "/get_loads"), ("POST", "/generate")}
-"""For everybody, as docs/security.md says: health, and log-probs with what describes them."""
+"""Open routes, as in docs/security.md: health, and log-probs with their description."""
 
 
 def make(secret: str | None) -> web.Application:
@@ -36,7 +36,7 @@ async def reached(self: Any) -> web.StreamResponse:
 
 
 def statuses(app: web.Application, key: str) -> dict[tuple[str, str], int]:
-    """What a client sees of each route: 418 where the request came through to it."""
+    """The client's result on each route: 418 if the request came through."""
 
     async def ask() -> dict[tuple[str, str], int]:
         asked = sorted(routes(app)) + [("GET", "/nothing"), ("PUT", "/generate/more")]
@@ -55,7 +55,7 @@ def statuses(app: web.Application, key: str) -> dict[tuple[str, str], int]:
 @pytest.mark.parametrize("key", KEYS)
 def test_without_the_secret_nothing_but_log_probs_and_their_description_is_reached(key):
     app = make(SECRET)
-    # A route of tomorrow, which nobody thought of guarding.
+    # A future route that nobody has thought of guarding.
     app.router.add_post("/unload_model", reached)
     found = statuses(app, key)
     assert {route for route, status in found.items() if status != 401} == OPEN

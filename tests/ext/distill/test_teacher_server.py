@@ -1,4 +1,4 @@
-"""The Megatron teacher server: log-probs against transformers in every layout, and the program as students ask it."""
+"""The Megatron teacher server: log-probs against transformers in every layout, and the program as students use it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_scores_are_those_of_transformers(teacher, world_size: int, layout: str)
 
 
 def load_on_rank(flags: list[str], folder: str) -> str:
-    """The error of a load of other weights, on rank 0."""
+    """The error of loading other weights, on rank 0."""
     import torch.distributed as dist
 
     scorer = scorer_on_rank(flags)
@@ -148,7 +148,7 @@ def ask(port: int, path: str, body: Any = None, secret: str = "") -> tuple[int, 
 
 @contextlib.contextmanager
 def program(folder: Path, log: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
-    """Start tools/serve_teacher.py; give the process, its port and the port of its warm-up."""
+    """Start tools/serve_teacher.py; return the process, its port and its warm-up port."""
     port, unready = get_free_port(21000), get_free_port(21500)
     command = [sys.executable, str(REPO / "tools" / "serve_teacher.py"), *hf_flags(folder), *flags]
     command += ["--teacher-port", str(port), "--teacher-warmup-port", str(unready), "--max-tokens-per-gpu", "64"]
@@ -212,7 +212,7 @@ def test_students_get_their_teachers_log_probs_from_the_program(teacher, tmp_pat
         assert ask(port, "/update_weights_from_disk", {"model_path": str(tmp_path / "other")}, "wrong")[0] == 401
         status, answer = ask(port, "/update_weights_from_disk", {"model_path": str(tmp_path / "nothing")}, secret)
         assert (status, answer["success"]) == (400, False) and "is not a folder" in answer["message"]
-        assert ask(port, "/healthz")[0] == 503  # the weights in the model are undefined now
+        assert ask(port, "/healthz")[0] == 503  # the model's weights are undefined now
         assert ask(port, "/generate", {"input_ids": [1, 2]})[0] == 503
         status, answer = ask(port, "/update_weights_from_disk", {"model_path": str(tmp_path / "other")}, secret)
         assert (status, answer["success"]) == (200, True)

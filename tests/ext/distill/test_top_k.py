@@ -1,4 +1,4 @@
-"""The divergence from a teacher's likeliest tokens against the whole distributions in float64."""
+"""The divergence from a teacher's likeliest tokens, against the full distributions in float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_hand_value():
     teacher = torch.tensor([[0.6, 0.3, 0.1]]).log()
     expected = 0.5 * math.log(0.5 / 0.6) + 0.2 * math.log(0.2 / 0.1)
     assert float(on_top(student, teacher, 2)) == pytest.approx(expected, abs=1e-6)
-    # One token: it against all the others.
+    # One token against all others.
     assert float(on_top(student, teacher, 1)) == pytest.approx(
         0.5 * math.log(0.5 / 0.6) + 0.5 * math.log(0.5 / 0.4), abs=1e-6
     )

@@ -1,4 +1,4 @@
-"""The calculator of examples/, by itself and as the tool of a policy."""
+"""The calculator of examples/, alone and as the policy's tool."""
 
 from __future__ import annotations
 

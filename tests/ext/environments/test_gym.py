@@ -1,4 +1,4 @@
-"""Questions of reasoning-gym as prompts, and its scorers in isolation; a stand-in has the package's interface."""
+"""Questions of reasoning-gym as prompts, and its scorers in isolation, with a fake of the package."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def can_isolate():
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """The child processes find the stand-in where they look for the package, behind the isolation too."""
+    """Child processes find the fake in the package's place, even in isolation."""
     (tmp_path / "reasoning_gym").mkdir()
     (tmp_path / "reasoning_gym/__init__.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""Several data sets as one stream: shares, schedules, prompts that are left out, and a restart."""
+"""Several data sets as one stream: shares, schedules, skipped prompts, and a restart."""
 
 import json
 from argparse import Namespace
@@ -53,7 +53,7 @@ def shares(prompts):
 
 
 def solve(source, rewards, count):
-    """Draw ``count`` prompts one by one, each with the rewards that ``rewards`` gives for it."""
+    """Draw ``count`` prompts one by one, each with the rewards from ``rewards``."""
     prompts = []
     for _ in range(count):
         [group] = source.get_samples(1)

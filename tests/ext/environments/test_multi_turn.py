@@ -1,4 +1,4 @@
-"""The conversation of a sample with an environment: which tokens, whose they are, where it ends."""
+"""The conversation of a sample with an environment: its tokens, which are trained, where it ends."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def call_text(name, **arguments):
 
 
 def turns(*texts):
-    """A policy that says these texts, one a turn."""
+    """A policy that says these texts, one per turn."""
     return lambda prompt: texts[prompt.count("<|im_start|>assistant") - 1]
 
 
@@ -395,7 +395,7 @@ def test_an_interrupted_sample_goes_on_in_an_environment_that_is_where_it_was(ta
 
 
 class Breaks(GuessNumber):
-    """Fails at the step or the reset that ``options`` name."""
+    """Fails at the step or the reset named in ``options``."""
 
     closed = 0
 

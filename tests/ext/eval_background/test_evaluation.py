@@ -1,4 +1,4 @@
-"""Evaluation in the background: what the driver begins, leaves out and waits for, and which version answered."""
+"""Background evaluation: what the driver starts, skips and waits for, and which version answered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slime.weights.push.participants import ExcludedEngine
 
 
 class Trainer:
-    """Takes part in pushes to the engines that it is told of."""
+    """Takes part in pushes to the given engines."""
 
     def __init__(self, notes: list[Any]) -> None:
         self.notes = notes
@@ -41,7 +41,7 @@ class Trainer:
 
 
 class Evaluation(BackgroundEvaluation):
-    """Its manager and its evaluator are this process; ``ended`` are evaluations that have returned."""
+    """Manager and evaluator are this process; ``ended`` has evaluations that have returned."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, handles: tuple[str, ...] = ("e",)) -> None:
         self.notes: list[Any] = []
@@ -147,7 +147,7 @@ def evaluator(monkeypatch, folder, data: dict[str, Any], told: list[list[str]]) 
 
 
 class Kept(Sink):
-    """Keeps the samples that it is given, and notes when it has to write them."""
+    """Keeps the samples it gets, and records when it must write them."""
 
     def __init__(self, args: Namespace, process: str, *, primary: bool) -> None:
         self.taken: list[Any] = []
@@ -177,7 +177,7 @@ def test_metrics_and_dump_say_the_version_and_a_mixed_data_set_is_left_out(monke
     assert dump["weight_versions"] == {"one": 7, "mixed": None} and len(dump["samples"]) == 3
     assert kept.taken == [("evaluation", {"rollout_id": 4, "data": data}), "flushed"]
     telemetry.stop()
-    evaluator(monkeypatch, tmp_path, data, [["7"], ["8"]]).eval(5)  # an engine that was started again meanwhile
+    evaluator(monkeypatch, tmp_path, data, [["7"], ["8"]]).eval(5)  # an engine that was restarted meanwhile
     assert len(logged) == 1
 
 

@@ -1,4 +1,4 @@
-"""What external engines are, by what they tell of themselves."""
+"""Discovering external engines from what they report."""
 
 from __future__ import annotations
 

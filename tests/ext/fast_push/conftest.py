@@ -1,3 +1,3 @@
-"""Tests here may import megatron-core first: the package has decided how by then."""
+"""Tests here may import megatron-core first, because the package has already chosen its platform."""
 
 import slime.backends.megatron_utils  # noqa: F401

@@ -1,4 +1,4 @@
-"""A carrier over plain TCP sockets: the whole of what a new carrier takes.
+"""A carrier over plain TCP sockets: everything that a new carrier needs.
 
 trainer    TcpCarrier                      open: one connection to each engine;  send: index, length, bytes
 engine     receive_from(listener, load)    load(index, flat) for every bucket, then one byte as the answer
@@ -53,7 +53,7 @@ class TcpCarrier(Carrier):
 
 
 def receive_from(listener: socket.socket, load: Callable[[int, Tensor], None]) -> None:
-    """The engine's end: load what every trainer that connects sends, until it hangs up."""
+    """The engine's end: load what every connecting trainer sends, until it hangs up."""
     while True:
         connection, _ = listener.accept()
         with connection:
@@ -64,7 +64,7 @@ def receive_from(listener: socket.socket, load: Callable[[int, Tensor], None]) -
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    """``size`` bytes; none when the other end hung up."""
+    """``size`` bytes; empty if the other end hung up."""
     data = b""
     while len(data) < size and (part := connection.recv(size - len(data))):
         data += part

@@ -1,4 +1,4 @@
-"""What an engine says that it holds, against what was sent."""
+"""Comparing what an engine says it holds with what was sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def answer(push_id: str = "p", buckets: list[str] | None = None, problems: list[
 
 
 class OneBucket:
-    """A source of bucket 0, with an empty step behind it."""
+    """A source of bucket 0, followed by an empty step."""
 
     manifest = MANIFEST
 

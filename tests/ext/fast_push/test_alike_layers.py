@@ -1,4 +1,4 @@
-"""Traces that run on two layers of a kind: the same writes as a trace of all, or a trace of all."""
+"""Traces of two layers of each kind: the same writes as a full trace, or a fallback to a full trace."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_loader_sees_two_layers_and_all_writes_are_known():
 
 
 def push(load: ModelLoad, values: dict[str, torch.Tensor]) -> list[str]:
-    """Push the values in three buckets; the problems that the model's load found."""
+    """Push the values in three buckets; return the problems that the model's load found."""
     return push_buckets(load, whole_buckets(values, 3), values)
 
 
@@ -83,7 +83,7 @@ def test_what_is_concluded_loads_the_model():
 
 
 class LastDiffers(Layered):
-    """The last layer has q and k the other way round."""
+    """The last layer has q and k in the other order."""
 
     def load(self, number, kind, tensor):
         swapped = {"q": "k", "k": "q"}.get(kind, kind)
@@ -98,7 +98,7 @@ class OneBehind(Layered):
 
 
 class Fills(Layered):
-    """A part of each layer is set to a value of the loader's own."""
+    """The loader sets a part of each layer to a constant."""
 
     def load(self, number, kind, tensor):
         super().load(number, kind, tensor)
@@ -122,7 +122,7 @@ def test_a_loader_that_treats_layers_apart_or_computes_runs_on_all_tensors(make)
 
 
 class MiddleDiffers(Layered):
-    """A layer that is not traced has q and k the other way round."""
+    """An untraced layer has q and k in the other order."""
 
     def load(self, number, kind, tensor):
         swapped = {"q": "k", "k": "q"}.get(kind, kind)
@@ -141,7 +141,7 @@ def test_a_middle_layer_of_its_own_is_found_out_by_the_first_push_and_traced():
 
 
 class MiddleHasOthers(Layered):
-    """A layer that is not traced has the first half of the experts."""
+    """An untraced layer has the first half of the experts."""
 
     def load(self, number, kind, tensor):
         if number == 3 and kind.startswith("e"):

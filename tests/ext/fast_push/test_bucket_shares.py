@@ -1,4 +1,4 @@
-"""What each rank of an engine reads of a bucket, and what all of them make of it."""
+"""What each rank of an engine reads of a bucket, and what all of them assemble."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.loaded_model.buckets import whole_buckets
 SIZES = (8, 16, 24, 32, 40)
 MANIFEST = whole_buckets({f"t{index}": torch.zeros(size, dtype=torch.uint8) for index, size in enumerate(SIZES)})
 TAKEN = [[bytes([1, 0, 0, 0, 1])], [bytes([0, 1, 0, 0, 1])]]
-"""Both ranks take the last tensor, none the third and fourth."""
+"""Both ranks read the last tensor, none the third and fourth."""
 FLAT = torch.arange(MANIFEST.buckets[0].num_bytes, dtype=torch.int64).to(torch.uint8)
 
 

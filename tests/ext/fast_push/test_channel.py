@@ -1,4 +1,4 @@
-"""Members of a weight group get each other's bytes, and nobody waits for one that does not come."""
+"""Members of a weight group get each other's bytes, and nobody waits for a member that does not come."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime.utils.net import find_available_port
 def members(
     work: Callable[[int, int], object], world_size: int = 3, missing: tuple[int, ...] = ()
 ) -> dict[int, object]:
-    """``work(rank, port)`` of every rank on a thread of its own; results, or the errors."""
+    """Run ``work(rank, port)`` for every rank in a thread; return results or errors."""
     port = find_available_port(24000)
     results: dict[int, object] = {}
 

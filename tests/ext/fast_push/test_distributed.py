@@ -1,4 +1,4 @@
-"""Whose failure it was that a group of engines broke."""
+"""Which engine is at fault when a group breaks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_who_broke_a_group_is_found_when_all_leave_it(
 
 
 def test_an_excluded_engine_is_not_asked_to_leave_when_the_others_form_a_group_without_it(monkeypatch) -> None:
-    """The answer of one that hung at the pause once took half of the time that was left, a second time."""
+    """An engine that hung at the pause once took half of the remaining time a second time."""
     left, asked = threading.Event(), []
 
     class Channel:
@@ -78,7 +78,7 @@ def test_an_excluded_engine_is_not_asked_to_leave_when_the_others_form_a_group_w
 
 
 def test_an_engine_that_cannot_join_ends_the_push_though_the_trainer_still_joins(monkeypatch) -> None:
-    """NCCL's hand-shake cannot be ended from outside: rank 0 once stayed in it until the deadline of the push."""
+    """NCCL's handshake cannot be interrupted: rank 0 once stayed in it until the push's deadline."""
     may_join, left = threading.Event(), threading.Event()
 
     class Channel:

@@ -1,6 +1,6 @@
 """The real SGLang server behind the real router, on the CPU, against transformers.  One engine serves all tests.
 
-Its model sees: text and pictures are asked about.
+It is a vision model: tests send text and images.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PROMPT = [5, 6, 7, 8, 9]
 RED, GREEN, BLUE = (250, 40, 10), (10, 200, 30), (20, 60, 220)
 ROLLOUT: Any = Namespace(use_rollout_routing_replay=False, sglang_speculative_algorithm=None)
 FLAGS = {"weight_loaders": [*WEIGHT_LOADERS], "engine_plugins": [[PLUGIN]], "engine_settings": {}}
-"""What an engine of a verified push is started with."""
+"""Start arguments of an engine for verified pushes."""
 
 
 @dataclass
@@ -70,13 +70,13 @@ class Running:
     processor: Any
 
     def post(self, payload: dict[str, Any]) -> requests.Response:
-        """What the router answers."""
+        """The router's answer."""
         with requests.Session() as session:
             session.trust_env = False
             return session.post(f"{self.router_url}/generate", json=payload, timeout=300)
 
     def generate(self, num_tokens: int = 16, **sampling: Any) -> dict[str, Any]:
-        """One response through the router, greedy unless told otherwise."""
+        """One response through the router, greedy by default."""
         sampling = {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True} | sampling
         response = self.post({"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True})
         response.raise_for_status()
@@ -89,7 +89,7 @@ class Running:
         return self.difference(seed, tokens, [log_prob for log_prob, *_ in pairs])
 
     def difference(self, seed: int, tokens: list[int], log_probs: list[float], **pictures: Any) -> float:
-        """The largest of the log-probs of the last tokens from those of model ``seed`` in transformers."""
+        """Largest log-prob difference of the last tokens from model ``seed`` in transformers."""
         with torch.no_grad():
             expected = self.models[seed](torch.tensor([tokens]), **pictures).logits.float().log_softmax(-1)[0]
         drawn = range(len(tokens) - len(log_probs), len(tokens))
@@ -97,14 +97,14 @@ class Running:
         return (ours - torch.tensor(log_probs)).abs().max().item()
 
     def sample(self, *colours: tuple[int, int, int]) -> Sample:
-        """A question about pictures of these colours."""
+        """A question about images of these colors."""
         parts = [part for _ in colours for part in ({"type": "image"}, {"type": "text", "text": "how many"})]
         messages = [{"role": "user", "content": parts}]
         prompt = self.processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return Sample(index=0, prompt=prompt, multimodal_inputs={"images": [picture(colour) for colour in colours]})
 
     def go_on(self, sample: Sample, num_tokens: int) -> dict[str, Any]:
-        """Let the engine go on with a sample as a rollout does; what it tells of the request."""
+        """Continue a sample as a rollout does; return the engine's view of the request."""
         params = {"max_new_tokens": sample.response_length + num_tokens, "temperature": 0.0, "ignore_eos": True}
         state = Namespace(tokenizer=self.processor.tokenizer, processor=self.processor)
         response = self.post(request_payload(ROLLOUT, sample, params, state))
@@ -113,7 +113,7 @@ class Running:
         return response.json()["meta_info"]
 
     def error_of(self, sample: Sample, seed: int) -> float:
-        """Largest difference between a sample's log-probs and those of model ``seed``, which sees its pictures."""
+        """Largest difference between a sample's log-probs and those of model ``seed``, with the images."""
         inputs, tokens = sample.multimodal_train_inputs, sample.tokens
         is_picture = torch.tensor([[token == self.processor.image_token_id for token in tokens]]).int()
         pictures = {"pixel_values": full_pixels(inputs), "image_grid_thw": inputs["image_grid_thw"]}
@@ -133,7 +133,7 @@ class Running:
     def offer(
         self, seed: int, push_id: str, *, corrupt: int | None = None, buckets: Sequence[int] = (0, 1, 2)
     ) -> tuple[list[str], dict[str, Any]]:
-        """Push model ``seed`` in three buckets, but for the commit: (digests of what was meant, acknowledgement)."""
+        """Push model ``seed`` in three buckets, except for the commit; return (expected digests, acknowledgement)."""
         from sglang.srt.utils import MultiprocessingSerializer
 
         tensors = dict(self.named_tensors(seed))
@@ -237,7 +237,7 @@ def test_a_push_through_shared_memory_replaces_the_weights(running: Running) -> 
 
 
 def test_pushes_in_two_phases_are_acknowledged_committed_and_served(running: Running) -> None:
-    """The first goes through the model's own loader, the second through the plan that the first has proven."""
+    """The first goes through the model's own loader, the second through the plan that the first verified."""
     engine = running.engine
     for seed, version in ((0, "21"), (1, "22")):
         engine.pause_generation()
@@ -353,7 +353,7 @@ def test_an_abort_returns_what_was_generated_so_far(running: Running, verb: str)
     server = ServerControl(running.engine.get_url() or "", api_key=running.engine.args.job_secret)
     with ThreadPoolExecutor(1) as pool:
         response = pool.submit(running.generate, 480, temperature=1.0)
-        # By tokens, not by time: a fast machine draws all of them within a second.
+        # By tokens, not by time: a fast machine generates all of them within a second.
         while load(server, "num_used_tokens") < len(PROMPT) + 8 and not response.done():
             time.sleep(0.01)
         getattr(running.engine, verb)()
@@ -423,7 +423,7 @@ def test_no_request_of_a_stranger_ends_the_engine(running: Running) -> None:
 
 
 def test_a_client_that_hangs_up_and_asks_again_ends_nothing(running: Running) -> None:
-    """Two sequences of one id, and ones whose neighbours in a batch are refused, used to end the detokenizer."""
+    """Two requests with one id, and requests batched with refused ones, used to crash the detokenizer."""
     long = {"max_new_tokens": 400, "ignore_eos": True}
     bodies: list[dict[str, Any]] = [
         {"input_ids": PROMPT, "rid": "mine", "sampling_params": long},
@@ -440,7 +440,7 @@ def test_a_client_that_hangs_up_and_asks_again_ends_nothing(running: Running) ->
 
 
 def test_no_process_outlives_its_killed_owner(running: Running) -> None:
-    """Runs last: it ends the engine of the other tests."""
+    """Runs last, because it ends the other tests' engine."""
     tree = [process for root in running.roots for process in family(root)]
     assert len(tree) >= 5, "a server with its scheduler and detokenizer, and a router with its watcher"
     running.owner.send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The plan against the loader itself, for models small enough to see every element."""
+"""The plan against the loader itself, for models small enough to check every element."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_loads_alike(model: nn.Module, manifest: Manifest, tensors: dict[str, Tensor]) -> LoadPlan:
-    """The plan and the model's own loader leave the same behind."""
+    """The plan and the model's own loader give the same result."""
     plan = load_by_plan(model, manifest, tensors)
     planned = state(model)
     for p in model.parameters():

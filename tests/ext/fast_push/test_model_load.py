@@ -1,4 +1,4 @@
-"""Pushes into a model object: proven by its own loader first, by the plan afterwards, checked after either."""
+"""Pushes into a model object: first verified by its own loader, later by the plan, checked after either."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.loaded_model.buckets import cut_buckets, fill, whole_buckets
 
 
 def push(load, manifest, tensors):
-    """All buckets of a push; gives the problems."""
+    """All buckets of a push; returns the problems."""
     load.begin(manifest)
     for index, flat in enumerate(fill(manifest, tensors)):
         load.load(index, flat)
@@ -70,7 +70,7 @@ def test_parameters_that_have_moved_are_found_again():
 
 
 def test_a_model_that_loads_otherwise_with_real_tensors_is_believed():
-    """A loader that looks at the device it gets deceives the trace; the proof of the first push notices."""
+    """A loader that checks its device deceives the trace; the first push's verification notices."""
 
     class Deceitful(Fused):
         def load(self, name, tensor):
@@ -87,7 +87,7 @@ def test_a_model_that_loads_otherwise_with_real_tensors_is_believed():
 
 
 class Deriving(torch.nn.Module):
-    """Derives from a weight at the end of every load, and has no method for that alone."""
+    """Derives a value from a weight at the end of every load, without a separate method for it."""
 
     def __init__(self, derived, derive):
         super().__init__()
@@ -145,7 +145,7 @@ def test_a_buffer_that_the_loader_writes_by_out_follows_every_push():
 
 
 class WantsMemory(torch.nn.Module):
-    """Its kernel refuses tensors without memory by an error of its own; optionally it forgets half of a tensor."""
+    """Its kernel raises its own error for meta tensors; optionally it forgets half of a tensor."""
 
     def __init__(self, part=slice(None)):
         super().__init__()
@@ -177,7 +177,7 @@ def test_a_tensor_that_cannot_be_traced_must_fill_its_parameter():
 
 
 class Flattening(torch.nn.Module):
-    """Takes a run of elements that begins and ends within rows of the tensor, as its rank's part of it."""
+    """Takes, as its rank's part, a run of elements that begins and ends within rows of the tensor."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ def test_what_is_no_rectangle_of_a_tensor_is_left_to_the_model_where_the_tensor_
 
 
 class HalfOfPair(torch.nn.Module):
-    """Joins two tensors and takes this rank's half, in which there is nothing of the second."""
+    """Joins two tensors and takes this rank's half, which has nothing of the second."""
 
     def __init__(self, *, is_copied):
         super().__init__()
@@ -226,7 +226,7 @@ def test_a_tensor_that_is_loaded_with_another_comes_though_nothing_of_it_is_kept
 
 
 class Crowded(Computing):
-    """Has memory for the load itself, and none for a second one into copies."""
+    """Has memory for the load itself, but not for a second one into copies."""
 
     def __init__(self):
         super().__init__()
@@ -291,7 +291,7 @@ def test_pieces_that_never_become_whole_are_a_problem():
 
 
 def test_too_much_to_hold_goes_through_the_plan(monkeypatch):
-    """A tensor in pieces that cannot wait is loaded by the plan, unproven."""
+    """A tensor in pieces that cannot wait is loaded by the plan, unverified."""
     monkeypatch.setattr(model_load, "HeldTensors", lambda *a: HeldTensors(*a, limit_bytes=0))
     model, tensors = Fused(), Fused.tensors()
     load = ModelLoad(model)

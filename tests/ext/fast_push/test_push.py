@@ -1,4 +1,4 @@
-"""What is asked of engines before a push of packed weights."""
+"""What is requested from engines before a push of packed weights."""
 
 from __future__ import annotations
 

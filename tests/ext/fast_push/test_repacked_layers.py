@@ -1,4 +1,4 @@
-"""Layers that are repacked after a load: proven when the model is made, unpacked and repacked in their own memory."""
+"""Layers that are repacked after a load: verified when the model is built, unpacked and repacked in place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Step = Callable[[nn.Module], None]
 
 
 class Method:
-    """As SGLang's quantization methods: it has a config, and a step that changes its layer."""
+    """Like SGLang's quantization methods: has a config, and a step that changes its layer."""
 
     quant_config: Any = Namespace(get_name=lambda: "fp8")
 
@@ -66,7 +66,7 @@ class Model(nn.Module):
 
 
 def start(step: Step, seed: int = 0, method: type[Any] = Method) -> Model:
-    """As SGLang's loader."""
+    """As SGLang's loader does."""
     model = Model(step, method=method)
     load(model, seed)
     return model

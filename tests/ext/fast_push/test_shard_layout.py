@@ -1,4 +1,4 @@
-"""What a rank holds of HF tensors: hand values, and that nothing is lost when rows are split."""
+"""What a rank holds of HF tensors: values by hand, and that splitting rows loses nothing."""
 
 from __future__ import annotations
 
@@ -135,6 +135,6 @@ def test_a_slice_is_on_blocks_when_its_edges_and_seams_are() -> None:
         return ShardSlice("w", (24, 12), TensorSlice((0, 0), (24, 12)), 0, (RowRuns(0, 24, run, 2 * run),))
 
     assert in_runs(8).is_on_blocks((4, 4))
-    # Cut behind row 20, a run of the rest would end 4 rows later; of 6 rows, one ends behind row 2 of the rest.
+    # Split after row 20, a run of the rest would end 4 rows later; of 6 rows, one ends after row 2 of the rest.
     assert not in_runs(6).is_on_blocks((4, 4))
     assert not ShardSlice("b", (8,), TensorSlice((0,), (8,)), 0, (RowRuns(0, 8, 8, 0),)).is_on_blocks((4, 4))

@@ -1,4 +1,4 @@
-"""Who sends what: every element once, even shares, buckets no larger than allowed."""
+"""Who sends what: every element once, equal shares, buckets within the limit."""
 
 from __future__ import annotations
 

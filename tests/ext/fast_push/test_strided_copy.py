@@ -1,4 +1,4 @@
-"""Strided copies against torch's own slicing, on tensors small enough to look at every element."""
+"""Strided copies against torch's slicing, on tensors small enough to check every element."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slime.weights.tensor_slice import TensorSlice
 
 
 def copy_between(to: torch.Tensor, frm: torch.Tensor) -> StridedCopy:
-    """What ``to.copy_(frm)`` does to the memory of both."""
+    """The effect of ``to.copy_(frm)`` on the memory of both."""
     frm = frm.expand(to.shape)
     return StridedCopy(tuple(to.shape), to.storage_offset(), to.stride(), frm.storage_offset(), frm.stride())
 
@@ -51,7 +51,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_clipped_copies_are_the_whole_copy(name):
-    """Any slices that make up the tensor, each kept elsewhere, give what the tensor itself would."""
+    """Any slices that cover the tensor, each stored elsewhere, give the same as the tensor itself."""
     source = torch.arange(12 * 6).view(12, 6)
     view = VIEWS[name](source)
     expected = torch.full((200,), -1)

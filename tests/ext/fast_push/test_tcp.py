@@ -1,4 +1,4 @@
-"""A carrier that somebody adds in one file: the push knows nothing of it, and the engines hold the bytes."""
+"""A carrier added in one file: the push does not know it, and the engines hold the bytes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Answer:
 
 
 class TcpEngine(EngineProxy):
-    """An engine that holds bytes to the letter of the verbs, and has a socket for its buckets."""
+    """An engine that implements the verbs strictly, and has a socket for its buckets."""
 
     num_gpus, gpu_offset, is_colocated, loaders = 1, 0, False, (RECEIVER,)
 

@@ -1,4 +1,4 @@
-"""The comparison against a model that fuses gate and up as SGLang's do: rows 0-2 gate, rows 3-5 up."""
+"""The comparison with a model that fuses gate and up like SGLang's: rows 0-2 gate, rows 3-5 up."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def one_rank(monkeypatch):
 
 
 def held(model: Fused) -> list[tuple[str, torch.Tensor]]:
-    """What the model holds, as the trainer would send it: in fp32."""
+    """The model's weights as the trainer would send them: in fp32."""
     full = {"gate": model.gate_up[:3], "up": model.gate_up[3:], "norm": model.norm}
     return [(name, tensor.detach().float().clone()) for name, tensor in full.items()]
 
@@ -144,7 +144,7 @@ def test_problems_of_a_draft_model_are_told_by_the_target_which_alone_is_asked()
 
 
 class Deriving(Fused):
-    """Derives from all of its weights after every load, as GLM-4.7-Flash does."""
+    """Derives a value from all of its weights after every load, as GLM-4.7-Flash does."""
 
     def load_weights(self, named_tensors):
         super().load_weights(named_tensors)

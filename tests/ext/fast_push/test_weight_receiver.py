@@ -1,4 +1,4 @@
-"""The loader as SGLang calls it, driven by the verbs of an engine; no server and no SGLang model."""
+"""The loader as SGLang calls it, driven by an engine's verbs, without a server or an SGLang model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class InProcess(VerbsOfExtensions):
         return None
 
     def push(self, manifest, flats, push_id, order=None, at_once=False):
-        """Everything but the commit; gives the acknowledgement."""
+        """Everything except the commit; returns the acknowledgement."""
         held = self.begin_weight_update(manifest.id, push_id)
         if held is None:
             held = self.begin_weight_update(manifest.id, push_id, manifest.to_json())
@@ -83,7 +83,7 @@ map_shared_memory = IncomingBytes.map
 
 
 def handle_of(flat):
-    """Stands in for shared memory, which the end-to-end tests use."""
+    """Replaces shared memory, which the end-to-end tests use."""
     BUFFERS[str(id(flat))] = flat
     return str(id(flat))
 
@@ -338,7 +338,8 @@ def test_ranks_that_disagree_are_a_problem(monkeypatch):
 
 
 def with_constant_embedding(number=0):
-    """All but the embedding times ``1 + number``, the embedding in a constant bucket; pushed whole at first."""
+    """All tensors except the embedding times ``1 + number``; the embedding in a constant bucket; at first a full
+    push."""
     tensors = {name: tensor * (1 + number * (name != "embed")) for name, tensor in Fused.tensors().items()}
     names = [[(name, TensorSlice.whole(t.shape)) for name, t in tensors.items() if name != "embed"]]
     manifest = manifest_of(tensors, [*names, [("embed", TensorSlice.whole(tensors["embed"].shape))]])

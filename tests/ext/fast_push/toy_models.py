@@ -25,7 +25,7 @@ class Fused(nn.Module):
 
     @staticmethod
     def tensors(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """HF tensors with a value of its own in every element."""
+        """HF tensors with a different value in every element."""
         shapes = {
             "q": (8, 6),
             "k": (4, 6),
@@ -66,7 +66,7 @@ class Fused(nn.Module):
 
 
 class Joined(nn.Module):
-    """Two tensors are joined before they are loaded, and something is derived from the result."""
+    """Joins two tensors before loading them, and derives a value from the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Joined(nn.Module):
 
 
 class Computing(nn.Module):
-    """One tensor is computed with, one is read, one is copied."""
+    """Computes with one tensor, reads one, and copies one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Exports go to a repository of the hub, here of a server that keeps what it is sent; a missing token is refused."""
+"""Exports go to a hub repository, here of a server that keeps what it gets; a missing token is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slime.utils.errors import ConfigError
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """The endpoints that an upload of small files uses; ``OTHER/...`` is somebody else's."""
+    """The endpoints that an upload of small files uses; ``OTHER/...`` belongs to someone else."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -1,4 +1,4 @@
-"""A small model on disk, and pushes of it, for tests of what travels over disk."""
+"""A small model on disk, and pushes of it, for tests of disk pushes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHAIN = "run"
 
 
 def write_model(folder: Path) -> None:
-    """Two files with an index, a config and a tokenizer; and things that no copy should take along."""
+    """Two files with an index, a config and a tokenizer; and things that no copy should include."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(3)
     tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SIZES.items()}
@@ -42,7 +42,7 @@ def read_model(folder: Path) -> dict[str, bytes]:
 
 @dataclass
 class Pusher:
-    """Does on one process what trainer ranks do together: writes versions of a model that changes by itself."""
+    """Does in one process what trainer ranks do together: writes versions of a changing model."""
 
     model: Path
     root: Path
@@ -61,13 +61,13 @@ class Pusher:
         self.random = np.random.default_rng(11)
 
     def change(self) -> None:
-        """A step of training: a few bytes of some tensors."""
+        """A training step: changes a few bytes of some tensors."""
         for name in ("a.weight", "c.bias"):
             data = self.current[name]
             data[self.random.random(data.size) < 0.1] += 1
 
     def push(self, *, commit: bool = True) -> Path:
-        """Write the next version, as changes."""
+        """Write the next version as a delta."""
         self.number += 1
         final = version_folder(self.root, self.number)
         unfinished = begin_version(final)
@@ -92,7 +92,7 @@ class Pusher:
         return final
 
     def push_whole(self, *, number: int | None = None) -> Path:
-        """Write the present weights whole: a version of its own, or beside the changes of ``number``."""
+        """Write the current weights in full: as a new version, or beside the delta of ``number``."""
         final = version_folder(self.root, number or self.number + 1, whole=number is not None)
         if number is None:
             self.number += 1
@@ -111,5 +111,5 @@ class Pusher:
         return final
 
     def expected(self) -> dict[str, bytes]:
-        """What a copy must hold now."""
+        """The expected content of a copy."""
         return read_model(self.model) | {name: data.tobytes() for name, data in self.current.items()}

@@ -1,4 +1,4 @@
-"""Both encodings against a plain reference, on bytes of every kind; and what damage does."""
+"""Both encodings against a plain reference, on bytes of every kind; and damaged streams."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_flipped_bit_of_a_stream_is_found(encoding):
             found = apply_delta(target, bytes(damaged), encoding=encoding, checksum="xxh3-128")
         except WeightSyncError:
             continue
-        # A bit of the frame's header that means nothing may flip; the bytes are then right all the same.
+        # One bit of the frame's header is unused and may flip; the bytes are still right then.
         assert found != encoded.checksum or (target == new).all()
 
 

@@ -1,4 +1,4 @@
-"""Which versions a run of changes writes whole."""
+"""Which versions of a delta run are full ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ext.fast_push.test_tcp import Buckets
 
 
 def push_versions(root: Path, *, keeps_files: bool) -> list[bool]:
-    """Push two versions of a tensor that the model has in another dtype; gives which of the two are whole."""
+    """Push two versions of a tensor that the model has in another dtype; return which of the two are full."""
     with HfFolderWriter(root / "model", assets_from=None) as writer:
         writer.add("weight", torch.zeros(6, 4))
     options = DiskOptions(

@@ -1,4 +1,4 @@
-"""What the flags of weights over a disk may combine."""
+"""Which flags of disk pushes can be combined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A host's copy follows a chain of versions, catches up, finds damage, and survives a kill at any moment."""
+"""A host's copy follows a chain of versions, catches up, detects damage, and survives a kill at any moment."""
 
 from __future__ import annotations
 
@@ -198,8 +198,8 @@ STEPS = (
 
 
 def _pull_and_die(copy: LocalCopy, target: int, at_step: int) -> None:
-    """Pull with every step counted; end like ``kill -9`` when the count is reached, within a step that writes into a
-    file, else between the step and the next one."""
+    """Pull with every step counted; end like ``kill -9`` when the count is reached: in the middle of a step that
+    writes to a file, else between that step and the next one."""
     count = 0
 
     def counted(function):
@@ -258,7 +258,7 @@ def test_unfinished_versions_are_invisible_and_go_with_the_first_push(pusher):
 
 
 def test_a_version_goes_though_a_reader_keeps_files_of_its_namesake_open(pusher, monkeypatch):
-    """A network file system keeps such a file under another name, so that its folder cannot be removed."""
+    """A network file system keeps such a file under another name, so its folder cannot be removed."""
     remove = versions.shutil.rmtree
 
     def rmtree(path, **options):

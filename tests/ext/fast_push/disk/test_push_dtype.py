@@ -1,4 +1,4 @@
-"""A push over disk has the precision in which the engines compute, whatever config.json of the checkpoint says."""
+"""A disk push has the engines' compute dtype, whatever the checkpoint's config.json says."""
 
 from __future__ import annotations
 

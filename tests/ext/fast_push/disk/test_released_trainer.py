@@ -1,4 +1,4 @@
-"""A trainer that ends between two steps waits no longer than the base class."""
+"""A trainer that ends between steps waits no longer than the base class."""
 
 from __future__ import annotations
 

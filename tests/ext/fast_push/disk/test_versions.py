@@ -1,4 +1,4 @@
-"""An index of a weight version that somebody else wrote, or damaged."""
+"""An index of a weight version that another program wrote, or that is damaged."""
 
 from __future__ import annotations
 

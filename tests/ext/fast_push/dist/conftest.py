@@ -1,4 +1,4 @@
-"""What several files of this folder share."""
+"""Fixtures that several files of this folder share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.matrix.case import load_cases
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
-    """A loaded model that tests swap for their own, which saves a start."""
+    """A loaded model that tests replace by their own, which saves a start."""
     cpu_shim.install()
     folder = tmp_path_factory.mktemp("first")
     load_cases(["qwen3"])["qwen3"].write_checkpoint(folder)

@@ -1,6 +1,6 @@
 """An engine that reads weights from disk, in the process of trainer rank 0: the verbs, a host's copy, and faults.
 
-It holds the bytes of every tensor it was pushed, and acknowledges digests of those.
+It holds the bytes of every pushed tensor, and acknowledges their digests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_BYTES = np.empty(0, np.uint8)
 
 @dataclass
 class Done:
-    """An answer that is there at once."""
+    """An answer that is available at once."""
 
     value: Any
     error: Exception | None
@@ -41,7 +41,7 @@ class DiskEngine:
     """The engine, as a push sees it.
 
     Args:
-        index: among the engines.
+        index: index of the engine.
         local: the host's copy; None reads the shared folder.
         shared: the folder of versions.
         model: version 0.
@@ -62,7 +62,7 @@ class DiskEngine:
         self.version = "default"
         self.is_paused = self.is_dead = False
         self.fault = ""
-        """``"<kind> <verb>"``: refuses, dies (for good), or flips (a bit of what is held)."""
+        """``"<kind> <verb>"``: refuses, dies (permanently), or flips (a bit of a held tensor)."""
         self.calls: list[str] = []
         self.pulls: list[PullReport] = []
         self.served: list[tuple[str, dict[str, bytes]]] = []

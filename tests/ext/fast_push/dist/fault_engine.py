@@ -1,11 +1,11 @@
-"""Engines that fail on demand: the verbs of a two-phase push, held to the letter, in a process that may die.
+"""Engines that fail on demand: the verbs of a two-phase push, strictly checked, in a process that may die.
 
 ``EngineHall`` is a process that forks engines, so that each costs milliseconds.  An engine holds a few tensors, loads
-flat buckets into them as a manifest says, and acknowledges digests of what it holds *now*, read back from there.
-``FaultyEngine`` is the trainer's side, an ``EngineProxy``; every rank makes its own.
+flat buckets into them as a manifest says, and acknowledges digests of the tensors it holds *now*, read back from them.
+``FaultyEngine`` is the trainer's side, an ``EngineProxy``; every rank creates its own.
 
 A fault is ``"<kind> <step>"``, for example ``"dies receive:in"``.  Steps are the verbs; ``receive`` has the points
-``before`` (nothing done), ``in`` (in front of the broadcast, in which the others then wait), ``during`` (half of the
+``before`` (nothing done), ``in`` (before the broadcast, in which the others then wait), ``during`` (half of the
 bucket is loaded) and ``after`` (loaded, not answered), the other verbs have ``before`` and ``after``.
 """
 
@@ -37,7 +37,7 @@ from slime.weights.push.engine import EngineProxy
 
 HALL_TIMEOUT_S = 60
 FAULTY_BUCKET = 1
-"""The bucket at which faults of ``receive`` happen: others were loaded before it and come after it."""
+"""The bucket at which faults of ``receive`` happen; others are loaded before and after it."""
 SLOW_S = 60.0
 
 
@@ -59,7 +59,7 @@ class EngineHall:
 
 
 def start_engine(hall: str, tensors: dict[str, Tensor], *, num_gpus: int, version: str, fault: str = "") -> str:
-    """Fork an engine that serves ``tensors`` as ``version``; gives its address."""
+    """Fork an engine that serves ``tensors`` as ``version``; return its address."""
     with connect(hall) as connection:
         connection.send_bytes(pickle.dumps((tensors, num_gpus, version, fault)))  # tensors by value
         return connection.recv()
@@ -116,7 +116,7 @@ class FaultyEngine:
         return call
 
     def wait(self, number: int, timeout_s: float) -> Any:
-        """The answer to request ``number``; answers to others are kept, a second answer is ignored."""
+        """The answer to request ``number``; keeps answers to other requests, ignores a second answer."""
         deadline = time.monotonic() + timeout_s
         while number not in self._answers:
             if not self._pipe.poll(max(deadline - time.monotonic(), 0)):
@@ -132,7 +132,7 @@ class FaultyEngine:
         return value
 
     def state(self) -> dict[str, Any] | None:
-        """What the engine is doing, asked past any work under way; None for a dead one."""
+        """What the engine is doing, even while it works; None if it is dead."""
         try:
             with Client(self._address) as connection:
                 connection.send((0, "state", (), {}))
@@ -243,7 +243,7 @@ class HoldingEngine:
             self.load_received(bucket_index, [self.map(handle) for handle in payload])
 
     def map(self, handle: str) -> Tensor:
-        """Open a buffer of the trainer, whose handle may be used once."""
+        """Map a buffer of the trainer, whose handle may be used once."""
         if handle not in self.mapped:
             self.mapped[handle] = pickle.loads(base64.b64decode(handle))
         return self.mapped[handle]
@@ -342,7 +342,7 @@ class HoldingEngine:
 
 
 def _all_at_once(work: list[Callable[[], None]]) -> None:
-    """Every GPU of an engine is a rank of its own."""
+    """Every GPU of an engine is a separate rank."""
     failed: list[BaseException] = []
 
     def run(one: Callable[[], None]) -> None:
@@ -367,7 +367,7 @@ def _serve(address: str, arguments: tuple[Any, ...]) -> None:
 
 
 def serve(address: str, engine: Any) -> None:
-    """Answer requests for ``engine`` for ever, those of all ranks one after the other."""
+    """Answer requests for ``engine`` forever, from all ranks in turn."""
     turn = threading.Lock()
     with Listener(address, backlog=16) as listener:
         while True:
@@ -386,7 +386,7 @@ def _answer(pipe: Connection, engine: Any, turn: threading.Lock) -> None:
         with turn:
             try:
                 answer = (number, getattr(engine, name)(*positional, **keyword), None)
-            except Exception as error:  # the edge of the engine's process: the sender hears of it
+            except Exception as error:  # the edge of the engine's process: the sender gets the error
                 answer = (number, None, error if isinstance(error, WeightSyncError) else EngineError(repr(error)))
         try:
             pipe.send(answer)
@@ -405,7 +405,7 @@ def _hall(address: str) -> None:
                 try:
                     arguments = pickle.loads(connection.recv_bytes())
                 except EOFError:
-                    continue  # somebody looked whether we are up
+                    continue  # a check whether the engine is up
                 engine_address = f"{address}-{next(numbers)}"
                 if os.fork() == 0:
                     connection.close()

@@ -37,7 +37,7 @@ SHAPES = {
     "f.weight": (7, 2),
 }
 BUCKETS = (("a.weight", "b.weight"), ("c.bias", "d.weight"), ("e.weight",), ("f.weight",))
-"""The first two are those of the first rank or pipeline stage, the others those of the second."""
+"""The first two belong to the first rank or pipeline stage, the others to the second."""
 
 
 def values(version: int) -> dict[str, Tensor]:
@@ -47,15 +47,15 @@ def values(version: int) -> dict[str, Tensor]:
 
 
 def digest_of(version: int) -> int:
-    """What an engine's GPU that holds a version tells of itself."""
+    """What an engine's GPU that holds a version reports."""
     return combine(digest_tensor(tensor) for _, tensor in sorted(values(version).items()))
 
 
 class FixedBuckets:
-    """Buckets with the weights of the updater's version; each rank has its own, or all have all.
+    """Buckets with the weights of the updater's version; each rank has its own, or all ranks have all.
 
     Args:
-        updater: whose version counts.
+        updater: its version is used.
         owned: the buckets of each rank; a rank with fewer has empty steps at the end.
     """
 
@@ -72,7 +72,7 @@ class FixedBuckets:
         self._num_steps = max(map(len, owned))
 
     def iter_buckets(self, *, with_constants: bool = True) -> Iterator[tuple[int, Tensor]]:
-        """As the protocol says."""
+        """As the protocol requires."""
         weights = values(self._updater.version)
         for step in range(self._num_steps):
             if step >= len(self._own):
@@ -92,7 +92,7 @@ class FixedBuckets:
 
 
 ALL, OWN, STAGES = ((0, 1, 2, 3),) * 2, ((0, 1, 2), (3,)), ((0, 1), (2, 3))
-"""Every rank has every bucket; each has buckets of its own, of unequal number; two pipeline stages."""
+"""Every rank has every bucket; each has separate buckets, of unequal number; two pipeline stages."""
 
 
 class FixedPush(VerifiedPush):
@@ -109,7 +109,7 @@ class FixedUpdater(WeightUpdater):
     """Pushes fixed buckets.
 
     Args:
-        owned: of each rank.
+        owned: the buckets of each rank.
     """
 
     def __init__(self, *arguments: Any, owned: Sequence[Sequence[int]], **keywords: Any) -> None:
@@ -130,12 +130,12 @@ class FixedUpdater(WeightUpdater):
 
 @dataclass(frozen=True)
 class Mode:
-    """How the engines lie about the two trainer ranks."""
+    """Placement of the engines relative to the two trainer ranks."""
 
     colocate: bool
     owned: Sequence[Sequence[int]]
     engines: tuple[tuple[int, int], ...]
-    """First GPU and number of GPUs of each; trainer ranks have the GPUs 0 and 1."""
+    """First GPU and number of GPUs of each engine; trainer ranks have GPUs 0 and 1."""
 
 
 MODES = {
@@ -162,7 +162,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What is known after a push."""
+    """The result of a push."""
 
     old: int
     new: int
@@ -173,7 +173,7 @@ class Outcome:
 
 
 def push_all(hall: str, cases: Sequence[Case]) -> list[Outcome]:
-    """Every case in turn, on both ranks; the outcomes as rank 0 sees them."""
+    """Every case in turn, on both ranks; returns the outcomes on rank 0."""
     logging.disable(logging.CRITICAL)
     mpu.initialize_model_parallel(pipeline_model_parallel_size=2)
     init_gloo_group()

@@ -1,6 +1,6 @@
-"""Real trainers push over disk, whole versions and changes, to engines that fail, come late and come back.
+"""Real trainers push over disk, full versions and deltas, to engines that fail, come late and return.
 
-What an engine serves must always be the bytes that the trainer gathers, under the version that says so.
+An engine must always serve the bytes that the trainer gathers, under that version.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Case:
         return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors}
 
     def push(self, verb: str = "update_weights") -> str:
-        """Push; gives the error, if any."""
+        """Push; return the error, if any."""
         from slime.utils.errors import WeightSyncError
 
         try:
@@ -117,7 +117,7 @@ class Case:
         return ""
 
     def check(self, version: str, *indices: int) -> None:
-        """The engines serve the trainer's bytes under this version."""
+        """Check that the engines serve the trainer's bytes under this version."""
         expected = self.expected()
         if self.rank == 0:
             for index in indices or (0, 1):
@@ -144,7 +144,7 @@ class Case:
 
 
 def deliver(written: Any, engines: list[DiskEngine]) -> list[tuple[int, str]]:
-    """What the driver does when the trainer has ended; gives the excluded engines."""
+    """Do what the driver does when the trainer has ended; return the excluded engines."""
     from slime.ext.fast_push.disk.disk import FolderCarrier
     from slime.ext.fast_push.push import push_weights
     from slime.weights.push.participants import Participants, PushClock
@@ -174,7 +174,7 @@ def push_three_times(case: Case) -> dict[str, Any]:
 
 
 def lose_an_engine_and_refill_it(case: Case) -> dict[str, Any]:
-    """An engine refuses at each step; the others go on, and it takes the same version later."""
+    """An engine refuses at each step; the others continue, and it accepts the same version later."""
     assert case.push() == ""
     reasons = []
     has_copies = case.args.update_weight_local_checkpoint_dir is not None
@@ -206,7 +206,7 @@ def lose_an_engine_and_refill_it(case: Case) -> dict[str, Any]:
 
 
 def miss_versions(case: Case) -> dict[str, Any]:
-    """An engine is away for some pushes; another replaces it on a host that has nothing."""
+    """An engine is away for some pushes; another replaces it on a new host."""
     assert case.push() == ""
     for number in (2, 3, 4):
         case.train()
@@ -221,7 +221,7 @@ def miss_versions(case: Case) -> dict[str, Any]:
 
 
 def fail_altogether(case: Case) -> dict[str, Any]:
-    """No engine takes a version: nobody finds it, and the next one does not build on it."""
+    """No engine accepts a version: nobody finds it, and the next one does not build on it."""
     assert case.push() == ""
     case.train()
     for engine in case.engines:
@@ -237,7 +237,7 @@ def fail_altogether(case: Case) -> dict[str, Any]:
 
 
 def grow_beyond_the_model(case: Case) -> dict[str, Any]:
-    """Changes grow until a whole copy replaces them; a new host starts from it."""
+    """Deltas grow until a full copy replaces them; a new host starts from it."""
     seen = []
     for number in range(1, 6):
         assert case.push() == ""
@@ -275,7 +275,7 @@ def fill_the_disk(case: Case) -> dict[str, Any]:
 
 
 def end_the_trainer(case: Case) -> dict[str, Any]:
-    """--release-train: the ranks write and end, somebody else has the engines read; other ranks count on."""
+    """--release-train: the ranks write and end, the driver has the engines read; new ranks continue the numbers."""
     told: dict[str, Any] = {"versions": [], "excluded": []}
     for number in (1, 2, 3):
         case.args.update_weight_start_version = number - 1
@@ -315,7 +315,7 @@ STORIES: dict[str, tuple[str, str, Callable[[Case], dict[str, Any]]]] = {
 
 
 def tell_all(rank: int, world_size: int, port: int, folder: str) -> dict[str, Any]:
-    """All stories in one world of ranks: starting it is what takes the time."""
+    """All cases in one world of ranks, because starting it takes most of the time."""
     told = {}
     for name, (layout, mode, story) in STORIES.items():
         case = Case(rank, world_size, port, folder, layout, mode)
@@ -359,8 +359,8 @@ def test_metrics_tell_the_bytes_on_the_wire_and_how_many_changed(told, name) -> 
         assert {values[density] for values in told[name]["metrics"]} == {1.0}
         assert all(values[wire] == untrained[wire] > 100_000 for values in trained)
     else:
-        # It started from --hf-checkpoint: nothing to send.  In fp8 this says that the quantizer of a push makes the
-        # bytes of the offline converter.
+        # It started from --hf-checkpoint, so there is nothing to send.  In fp8 this also shows that a push quantizes to the
+        # same bytes as the offline converter.
         assert untrained == {wire: 0.0, density: 0.0}
         assert all(0.3 < values[density] < 1 and values[wire] > 50_000 for values in trained)
         assert told[name]["pulls"] == [(1,), (2,), (3,)]

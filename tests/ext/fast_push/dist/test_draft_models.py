@@ -1,6 +1,6 @@
 """Pushes into SGLang's own draft models, whose weights are the checkpoint's MTP layers.
 
-A trainer without MTP layers leaves the draft as it was loaded; one that has them updates it.
+A trainer without MTP layers leaves the draft as loaded; one with them updates it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.matrix.case import load_cases, read_config, read_tensors
 pytestmark = pytest.mark.timeout(900)
 
 FAMILIES = ("glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5")
-"""MiMo's config needs the code of its folder, and GLM-5's layers need a GPU."""
+"""MiMo's config needs its folder's code, and GLM-5's layers need a GPU."""
 
 
 def serve_with_draft(model: LoadedModel, folder: Path, family: str) -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ def add_draft(rank: Any, folder: str) -> None:
 
 
 def own_weights(rank: Any) -> dict[str, Tensor]:
-    """Return the draft's weights, and those derived from them, without what it shares with the model."""
+    """Return the draft's weights, and those derived from them, except those shared with the model."""
     state = dict(rank.draft.named_parameters())
     for name, module in rank.draft.named_modules():
         state |= {f"{name}.{key}": getattr(module, key) for key in ("w_kc", "w_vc") if hasattr(module, key)}
@@ -55,7 +55,7 @@ def own_weights(rank: Any) -> dict[str, Tensor]:
 def manifest_of(
     tensors: dict[str, Tensor], folder: Path, *, num_mtp_layers: int
 ) -> tuple[dict[str, Tensor], Manifest]:
-    """Return what a trainer with so many MTP layers pushes of the checkpoint, and the manifest of the push."""
+    """Return what a trainer with this many MTP layers pushes of the checkpoint, and the manifest of the push."""
     config = read_config(folder)
     weight_map = find_weight_map(config["model_type"])
     sizes = dict.fromkeys(("num_attention_heads", "num_query_groups", "head_dim", "hidden_size", "vocab_size"), 2)

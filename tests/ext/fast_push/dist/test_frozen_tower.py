@@ -1,4 +1,4 @@
-"""A vision tower that is not trained, pushed into SGLang's own model: sent to engines that lack it, and no others."""
+"""A frozen vision tower, pushed into SGLang's own model: sent only to engines that lack it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STEPS = ("first", "trained", "restarted", "trained again", "other weights", "che
 def push_steps(
     name: str, config: dict[str, object], folder: str, flags: Any, is_colocated: bool, addresses: list[str], disk: str
 ) -> dict[str, tuple[int, list[str]]]:
-    """Bytes of each push, and what the engines hold then."""
+    """Bytes of each push, and the engines' weights afterwards."""
     logging.disable(logging.WARNING)
     init_gloo_group()
     args = layout_rank.start(_case(name, config), Path(folder), (*flags, "--bf16"))

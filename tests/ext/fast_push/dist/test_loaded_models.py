@@ -1,4 +1,4 @@
-"""Pushes into SGLang's own models, two tensor-parallel ranks: what the plan loads is what the stock loader loads.
+"""Pushes into SGLang's own models on two tensor-parallel ranks: the plan loads what the stock loader loads.
 
 One pair of processes serves all families; they start once (the import of SGLang is most of this file's time).
 """
@@ -57,7 +57,7 @@ def case_of(family: str, **settings: Any) -> FamilyCase:
 
 
 def checkpoint(folder: Path, case: FamilyCase) -> dict[str, Tensor]:
-    """The family's random checkpoint in ``folder``; gives its tensors as a bf16 trainer sends them."""
+    """Write the family's random checkpoint to ``folder``; return its tensors as a bf16 trainer sends them."""
     case.write_checkpoint(folder)
     return {
         name: tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
@@ -66,7 +66,7 @@ def checkpoint(folder: Path, case: FamilyCase) -> dict[str, Tensor]:
 
 
 def push(model: LoadedModel, manifest: Manifest, tensors: dict[str, Tensor], push_id: str) -> dict[str, Any]:
-    """All buckets of a push; gives what was acknowledged, which must be the digests of what was sent."""
+    """Send all buckets of a push; return what was acknowledged, which must be the digests of the sent bytes."""
     from sglang.srt.utils import MultiprocessingSerializer
 
     model.begin_weight_update(manifest.id, push_id, manifest.to_json())
@@ -106,7 +106,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_loaded_as_by_its_own_loader(model: LoadedModel, tmp_path: Path, family: str) -> None:
-    """First proven by the stock loader, then by the plan alone, from whole tensors and from rectangles."""
+    """First verified by the stock loader, then by the plan alone, from whole tensors and from rectangles."""
     tensors = checkpoint(tmp_path, case_of(family.split()[0], **FAMILIES[family]))
     model.swap(tmp_path)
     pushes = [(whole_buckets, 1.0), (whole_buckets, 1.5), (cut_buckets, 0.5), (cut_buckets, 2.0)]
@@ -170,7 +170,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_atte
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 256}
 EXPERTS = {**ALL_SPARSE, "moe_intermediate_size": 128}
 REPACKED = {
-    # family, sizes, how it is quantized
+    # family, sizes, kind of quantization
     "rows": ("qwen3", {}, to_fp8("channel")),
     "rows of experts": ("qwen3_moe", EXPERTS, to_fp8("channel")),
     "tensors": ("qwen3", {}, to_fp8("tensor")),
@@ -182,10 +182,10 @@ REPACKED = {
 
 
 def as_on_an_h100(rank: Any, experts: str) -> None:
-    """Runs on a rank: what SGLang asks of the GPU.  Of Triton's experts every step is plain torch.
+    """Runs on a rank: answers SGLang's questions about the GPU.  Every step of Triton's experts is plain torch.
 
-    The order of Marlin's tiles comes from a kernel for GPUs: another order of the same shape stands for it here, so
-    that the way there and back is seen, and not the kernel.
+    A GPU kernel computes the order of Marlin's tiles; another order of the same shape replaces it here, so that the
+    test covers packing and unpacking, not the kernel.
     """
     from sglang.srt.layers.moe import utils
     from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16 as dense
@@ -209,7 +209,7 @@ def shuffled(packed: Tensor, perm: Tensor, size_k: int, size_n: int, num_bits: i
 
 
 def served(rank: Any) -> tuple[dict[str, bytes], dict[str, int], str]:
-    """Runs on a rank: all that a model holds in its layers, where it lies, and why it refuses pushes."""
+    """Runs on a rank: everything a model holds in its layers, where it is, and why it refuses pushes."""
     held = rank.parameters()
     for name, module in rank.model.named_modules():
         held |= {f"{name}.{key}": value for key, value in vars(module).items() if isinstance(value, Tensor)}
@@ -219,13 +219,13 @@ def served(rank: Any) -> tuple[dict[str, bytes], dict[str, int], str]:
 
 
 def differing(rank: Any, folder: Path) -> list[str]:
-    """Runs on a rank: what ``--check-weight-update-equal`` finds."""
+    """Runs on a rank: the findings of ``--check-weight-update-equal``."""
     compare_weights(rank.model, read_tensors(folder).items())
     return flatten_reports(rank.model.get_weights_by_name(CHECK_REPORT))
 
 
 def converted(folder: Path, case: FamilyCase, recipe: ToQuantized) -> dict[str, Tensor]:
-    """The tensors of a quantized folder that is written."""
+    """The tensors of a newly written quantized folder."""
     case.write_checkpoint(folder.parent / "plain")
     rewrite_folder(recipe, folder.parent / "plain", folder)
     return read_tensors(folder)
@@ -266,7 +266,7 @@ def test_a_push_leaves_what_an_engine_has_that_starts_from_the_folder(
 
 
 def spoil(rank: Any) -> None:
-    """Runs on a rank: its last layer could not be repacked."""
+    """Runs on a rank: make its last layer impossible to repack."""
     vars(rank.model)["_slime_repacked_layers"][-1].problem = "it is another" if rank.tp_rank else ""
 
 

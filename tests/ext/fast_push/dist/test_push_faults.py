@@ -1,4 +1,4 @@
-"""Whatever an engine does in a push: each engine serves a whole version under its name, or is excluded and named."""
+"""Whatever an engine does in a push: each engine serves a complete version under its name, or is excluded and named."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SLOW = ("slow pause:before", "slow begin:after", "slow receive:during", "slow ac
 SLOW_IN_A_GROUP = ("slow join:before", "slow receive:in", "slow acknowledge:before")
 HARMLESS = ("", "twice receive", "repeats receive_weight_bucket", "repeats acknowledge_weight_update")
 SLOW_TIMEOUT_S = 6.0
-"""Of the whole push: a slow engine has half of it, the others must do with the rest."""
+"""Seconds of the whole push: a slow engine gets half, the others must finish in the rest."""
 
 
 def cases() -> list[Case]:

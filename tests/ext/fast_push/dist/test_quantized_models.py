@@ -1,6 +1,6 @@
-"""What converters quantize is what SGLang's own models hold quantized: every FP8 tensor meets an FP8 parameter.
+"""Converters quantize exactly what SGLang's own models hold quantized: every FP8 tensor meets an FP8 parameter.
 
-A tensor quantized too many would be cast into a parameter that has no scale, and one too few would leave a scale
+An extra quantized tensor would be cast into a parameter without a scale, and a missing one would leave a scale
 unwritten; either serves nonsense without an error.
 """
 
@@ -25,7 +25,7 @@ from tests.matrix.case import load_cases, read_tensors
 pytestmark = pytest.mark.timeout(1800)
 
 BLOCK = 4
-"""Side of the blocks: it divides all sizes here, as 128 does those of real models."""
+"""Side of the blocks: it divides all sizes here, as 128 divides those of real models."""
 ALL_SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 """SGLang's Qwen models of experts have no dense layers."""
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -64,7 +64,7 @@ def quantized(folder: Path, family: str, settings: dict[str, Any]) -> tuple[dict
 
 
 def misfits(rank: Any, tensors: dict[str, Tensor]) -> tuple[list[str], list[str], list[str]]:
-    """Runs beside the model: tensors without a parameter of their kind, unused tensors, unwritten parameters."""
+    """Runs beside the model: tensors without a matching parameter, unused tensors, unwritten parameters."""
     from slime.ext.fast_push.load_plan import LoadPlan
 
     plan = LoadPlan(rank.model, whole_buckets(tensors, 3))
@@ -90,7 +90,7 @@ def test_each_tensor_meets_a_parameter_of_its_kind(model: LoadedModel, tmp_path:
 
 
 def test_sglangs_llama_drops_the_scales_of_blocks_which_the_plan_tells(model: LoadedModel, tmp_path: Path) -> None:
-    """Its loader renames them, so that no push of FP8 blocks into a Llama can be complete."""
+    """Llama's loader renames them, so no push of FP8 blocks into a Llama can be complete."""
     tensors, config = quantized(tmp_path, "llama3-plain", {})
     model.swap(tmp_path, quantization=config)
     ((_, unused, unwritten),) = model.call(misfits, tensors)

@@ -58,7 +58,7 @@ def test_the_ranks_buckets_hold_what_gathering_gives(family: str) -> None:
 
 
 class MissesATensor(Quantizer):
-    """One that the second rank cannot work with."""
+    """A source with which the second rank cannot work."""
 
     def is_quantized(self, name: str) -> bool:
         if torch.distributed.get_rank() == 1:
@@ -67,7 +67,7 @@ class MissesATensor(Quantizer):
 
 
 def push_again_and_again(name: str, folder: str) -> dict[str, Any]:
-    """Pushes of one source while the parameters change, move, and sleep."""
+    """Push one source repeatedly while the parameters change, move, and sleep."""
     init_gloo_group()
     case = load_cases([name])[name]
     args = layout_rank.start(case, Path(folder), LAYOUTS["TP2 EP2 SP"].flags)

@@ -19,9 +19,9 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def weights(rows: int, columns: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """Magnitudes over many octaves, zeros of both signs, a row that is zero; fp32 ones that bf16 can hold.
+    """Magnitudes over many octaves, zeros of both signs, a zero row; fp32 values that bf16 can represent.
 
-    (Triton's interpreter cuts off where casts to bf16 round; the tests on a GPU have others.)
+    (Triton's interpreter truncates in casts to bf16, where GPUs round; the GPU tests use other values.)
     """
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, columns, generator=generator)
@@ -60,8 +60,8 @@ def cast_items(device: str, block: int, out_dtype: torch.dtype, *, kinds: tuple[
     for kind in ("fp8_block", "fp8_block_ue8m0"):
         for dtype in FLOATS:
             add(kind, dtype, block, 2 * block)  # whole blocks
-            add(kind, dtype, block + 5, block + 16)  # cut off, whole vectors
-            add(kind, dtype, block - 3, block + 7, offset=8)  # cut off anywhere
+            add(kind, dtype, block + 5, block + 16)  # partial blocks, whole vectors
+            add(kind, dtype, block - 3, block + 7, offset=8)  # partial blocks and vectors
         add(kind, torch.bfloat16, 3, 1)
         add(kind, torch.bfloat16, block, 2 * block, pad=32)  # some columns of a wider matrix
         add(kind, torch.bfloat16, block, block, pad=6)
@@ -74,7 +74,7 @@ def cast_items(device: str, block: int, out_dtype: torch.dtype, *, kinds: tuple[
         add(source, dtype, 1, 6000)  # one long row
         add(source, dtype, 7, 33, pad=2)
     add("copy", torch.bfloat16, 40, 64, run=8, stride=24)
-    add("copy", torch.bfloat16, 21, 64, run=8, stride=24)  # the last run is cut off
+    add("copy", torch.bfloat16, 21, 64, run=8, stride=24)  # the last run is partial
     add("copy", torch.bfloat16, 9, 10, run=1, stride=3, offset=8)
     add("copy", torch.bfloat16, 1, 1)
     for dtype in (*FLOATS, torch.float64):
@@ -100,7 +100,7 @@ def filled(items: list[CastItem], out_dtype: torch.dtype, block: int, use_triton
 
 
 def joined_items(device: str) -> tuple[list[CastItem], list[tuple[int, int]]]:
-    """Segments that several items make up together, one of which no item fills, and in no order; an item in none."""
+    """Segments made of several items, one with a gap, in no order; and an item outside all segments."""
     wide = weights(64, 48, torch.bfloat16, device, 90)
     narrow = weights(8, 5, torch.bfloat16, device, 91)
     items = [
@@ -126,14 +126,14 @@ def check_joined_items(device: str, use_triton: bool) -> None:
 
 
 def copy_items(device: str, flat: Tensor) -> list[CopyItem]:
-    """Rectangles of 1 to 4 dimensions, whole and strided at both sides, same and other dtypes; ``flat`` is filled with
-    what they read."""
+    """Rectangles of 1 to 4 dimensions, contiguous and strided on both sides, with equal and different dtypes; ``flat``
+    is filled with what they read."""
     items: list[CopyItem] = []
     end = 0
     seed = 100
 
     def add(src_dtype, dst_dtype, full, window=None, *, transposed=False, offset=0, dst_pad=0):
-        """A window of a tensor of shape ``full`` in the bucket, to a destination of its own."""
+        """A window of a tensor of shape ``full`` in the bucket, to a separate destination."""
         nonlocal end, seed
         seed += 1
         values = weights(1, math.prod(full), src_dtype, "cpu", seed).view(-1)

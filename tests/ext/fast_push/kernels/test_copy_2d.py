@@ -1,4 +1,4 @@
-"""Rectangles cut into matrices and tiles still have each of their elements once, at the same places."""
+"""Rectangles split into matrices and tiles contain each element once, at the same place."""
 
 from __future__ import annotations
 

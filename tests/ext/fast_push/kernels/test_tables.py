@@ -88,7 +88,7 @@ def test_slices_of_a_bucket_land_in_a_fused_parameter():
     up, gate = torch.arange(12.0).view(3, 4), 100 + torch.arange(12.0).view(3, 4)
     flat = torch.cat([as_bytes(gate), as_bytes(up)])
     fused = torch.zeros(4, 4)
-    # The second of three tensor-parallel parts has the middle row of each; columns 1 and 2 only of the last.
+    # The second of three tensor-parallel parts has the middle row of each; the last has only columns 1 and 2.
     items = [
         CopyItem(fused[0], 16, (1,), torch.float32),
         CopyItem(fused[1], 48 + 16, (1,), torch.float32),
