@@ -1,9 +1,9 @@
 """The whole control plane of a job, without engines and trainer: prompts, rollouts, filters, training, checkpoints.
 
-Everything between the data source and ``post`` is the product's code.  Time is virtual, requests and training are
-scripted, and the job can be killed at any step of its event loop and between any two steps of a save: then only the
-files are left, the ledger's last write cut off at an arbitrary byte.  In the order of ``train_async.py`` training and
-each step of a save come at arbitrary steps of the next rollout.
+Everything between the data source and ``post`` is slime's code.  Time is virtual, requests and training are
+scripted, and the job can be killed at any step of its event loop and between any two steps of a save: then only
+files remain, with the ledger's last write cut off at an arbitrary byte.  In the order of ``train_async.py``, training
+and each step of a save come at arbitrary steps of the next rollout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HERE = __name__
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """The process was killed."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -58,7 +58,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @dataclass
 class World:
-    """What outlives a kill: the files, and the test's own notes."""
+    """What survives a kill: the files, and the test's own records."""
 
     folder: Path
     flags: dict[str, Any]
@@ -66,10 +66,10 @@ class World:
     """The job ends when each of the first ``num_groups`` groups is trained or dropped by the filter."""
     script: Script
     seconds: Callable[[Request], float]
-    """How long the engine draws a token."""
+    """Seconds that the engine needs per token."""
     save_interval: int = 1
     is_ahead: bool = False
-    """The order of ``train_async.py``: the next rollout is under way while one is trained and saved."""
+    """The order of ``train_async.py``: the next rollout runs while one is trained and saved."""
     kills: list[int] = field(default_factory=list)
     """Steps, counted from the start of each life, after which the process is killed."""
     rng: random.Random = field(default_factory=lambda: random.Random(0))
@@ -77,7 +77,7 @@ class World:
     """(prompt, seed, response tokens so far) of each answer that reached the ledger's file -> how often."""
     asked_again: list[Any] = field(default_factory=list)
     trained: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    """Rollout -> samples of its train data, in the surviving line."""
+    """Rollout -> samples of its train data, in the surviving lineage."""
     num_steps: int = 0
     num_requests: int = 0
     num_lives: int = 0
@@ -92,10 +92,10 @@ class World:
         return all(name in trained or name % 5 == self.dull for name in range(self.num_groups))
 
     def samples_of_first_groups(self, *, but: str = "") -> Counter[Any]:
-        """What was trained of them, as a multiset.
+        """Their trained samples, as a multiset.
 
         Args:
-            but: a column that is not looked at.
+            but: a column to ignore.
         """
         samples = [sample for rollout in self.trained.values() for sample in rollout]
         return Counter(
@@ -127,7 +127,7 @@ class Life:
         self.weight_version = 1 + self.args.start_rollout_id
         self.rollout_function = load_function(self.args.rollout_function_path)
         self.chores: Iterator[None] = iter(())
-        """What is left of training and saving the rollout before."""
+        """The remaining work of training and saving the previous rollout."""
         self.source: Any = None
         self.ledger: Any = None
         self.position: Any = None
@@ -211,7 +211,7 @@ class Life:
     # The job
 
     def run(self) -> bool:
-        """True when the job came to its end, False when it was killed."""
+        """Return True if the job finished, False if it was killed."""
         asyncio.set_event_loop(self.loop)
         try:
             self.job()
@@ -259,7 +259,7 @@ class Life:
         rollout_id = args.start_rollout_id
         while not world.is_drained:
             world.trained[rollout_id] = self.generate(rollout_id)
-            self.do_chores()  # what the rollout before has left
+            self.do_chores()  # the remaining work of the previous rollout
             self.chores = self.train_and_save(rollout_id)
             if not world.is_ahead:
                 self.do_chores()
@@ -280,7 +280,7 @@ class Life:
         return [frozen_sample(sample) for sample in leaf_samples(output.samples)]
 
     def train_and_save(self, rollout_id: int) -> Iterator[None]:
-        """The trainer's work on a rollout, bit by bit."""
+        """The trainer's work on a rollout, in steps."""
         self.ledger.trained(rollout_id)
         yield
         if (rollout_id + 1) % self.world.save_interval == 0 or self.world.is_drained:
@@ -294,7 +294,7 @@ class Life:
             yield
 
     def do_chores(self) -> None:
-        """All that is left of them; generation that goes on in the background does so meanwhile."""
+        """Do all remaining work; background generation continues meanwhile."""
         self.step()
         for _ in self.chores:
             self.step()
@@ -307,7 +307,7 @@ class Life:
             self.step()
 
     def push(self) -> None:
-        """New weights: what is in flight is cut off."""
+        """New weights: requests in flight are interrupted."""
         self.weight_version += 1
         for request in self.in_flight:
             request.aborted.set()
@@ -315,7 +315,7 @@ class Life:
     # The ledger's files
 
     def watch_writes(self) -> None:
-        """Note which answers reached the file; now and then write what waits, as the writer's thread would."""
+        """Record which answers reached the file; sometimes write pending ones, as the writer's thread would."""
         writer = self.ledger.journal.writer
         write, on_step = writer._write, self.step
         encode = writer._encode
@@ -346,7 +346,7 @@ class Life:
         leaves = item.entries[0][1]
         leaf = leaves.samples[0].values
         if leaves.shape != 0 and leaf["status"] == "aborted":
-            return  # an interrupted fan-out begins anew, whether or not anybody was killed
+            return  # an interrupted fan-out restarts, whether or not anything was killed
         issued = item.entries[0][2]
         tokens = getattr(leaf["tokens"], "value", leaf["tokens"])
         prompt, _ = split_prompt(tokens)
@@ -356,7 +356,7 @@ class Life:
             self.world.returned[(prompt, seed, earlier)] += 1
 
     def die(self) -> None:
-        """Some bytes of what waited are in the file, the rest is gone."""
+        """Write some bytes of the pending data; the rest is lost."""
         if self.ledger is None:
             return
         writer = self.ledger.journal.writer
@@ -368,13 +368,13 @@ class Life:
 
 
 def run_to_the_end(world: World, monkeypatch: Any) -> None:
-    """Start the same command again and again until it comes to its end."""
+    """Restart the same command until it finishes."""
     while not Life(world, monkeypatch).run():
         assert world.num_lives < len(world.kills) + 2
 
 
 def tracker(folder: Path) -> int:
-    """The rollout of the checkpoint that counts; -1 without one."""
+    """The rollout of the valid checkpoint; -1 without one."""
     path = folder / "save" / TRACKER
     return int(path.read_text()) if path.exists() else -1
 
@@ -395,7 +395,7 @@ def frozen_sample(sample: Sample) -> dict[str, Any]:
 
 
 def make_world(folder: Path, *, num_groups: int, num_prompts: int = 200, seed: int = 0, **options: Any) -> World:
-    """A job over ``num_prompts`` prompts, of which it has to train ``num_groups``."""
+    """A job over ``num_prompts`` prompts, which must train ``num_groups`` of them."""
     folder.mkdir(parents=True, exist_ok=True)
     write_prompts(folder / "prompts.jsonl", [f"prompt {k}" for k in range(num_prompts)])
     (folder / "save").mkdir(exist_ok=True)
@@ -419,7 +419,7 @@ def make_world(folder: Path, *, num_groups: int, num_prompts: int = 200, seed: i
 
 
 async def reward(args: Namespace, sample: Any, **keywords: Any) -> Any:
-    """A number that depends on the response alone; it takes a while.  Takes a sample or a list."""
+    """A number that depends only on the response; takes some time.  Accepts a sample or a list."""
     await asyncio.sleep(0.02)
     if isinstance(sample, list):
         return [await reward(args, one) for one in sample]
@@ -437,7 +437,7 @@ def is_dull(name: int) -> bool:
 
 
 async def attaches_a_lock(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """A generate function that leaves something on the sample that cannot be pickled."""
+    """A generate function that attaches an unpicklable object to the sample."""
     import threading
 
     from slime.rollout.sglang_rollout import generate
@@ -447,6 +447,6 @@ async def attaches_a_lock(args: Namespace, sample: Sample, sampling_params: dict
 
 
 def counts_visits(args: Namespace, sample: Sample) -> None:
-    """A sample hook that leaves a trace in the response: it must leave it once."""
+    """A sample hook that modifies the response, and must run exactly once."""
     if sample.status is not Sample.Status.ABORTED:
         sample.response += "+"

@@ -1,23 +1,23 @@
-"""Kill the whole job with SIGKILL at three moments, start it again each time, and account for every prompt group.
+"""Kill the whole job with SIGKILL at three moments, restart it each time, and account for every prompt group.
 
     python -m tests.ext.ledger.kill_resume --tiny-dir runs/tiny --work-dir runs/kill --num-rollout 30
     python -m tests.ext.ledger.kill_resume --fully-async --num-rollout 12 --kill-after 2 4 6 --work-dir runs/kill2
 
 Needs the warm start that ``make demo`` leaves in ``--tiny-dir``.  The job runs with dynamic sampling, over-sampling
-and partial rollouts, so that the buffer is in use; with ``--fully-async`` by ``train_async.py``, with groups in flight
+and partial rollouts, so that the buffer is used; with ``--fully-async`` by ``train_async.py``, with groups in flight
 across rollouts and saves.  It is killed
 
     1. during generation, while the buffer of the last save holds groups,
     2. during an optimizer step,
     3. during a save, when the folder of the new checkpoint exists and the tracker still names the old one,
 
-and after each kill the same command is started again.  At the end
+and after each kill the same command is restarted.  At the end
 
     * every group that was ever issued was trained exactly once in the surviving lineage, or was dropped by the filter,
-      or waits in the buffer or in flight; none was trained twice; the ledger says the same of each one,
-    * no answer that an engine had returned before a kill was generated again: what is noted of a sample after it goes
-      on from the tokens and log-probs that were noted before (answers of the last ``FLUSH_S`` seconds may not have
-      reached the ledger's file yet: they are counted apart),
+      or waits in the buffer or in flight; none was trained twice; the ledger agrees for each one,
+    * no answer that an engine had returned before a kill was generated again: later records of a sample continue
+      from the tokens and log-probs recorded before (answers of the last ``FLUSH_S`` seconds may not have
+      reached the ledger's file yet; they are counted separately),
     * the evaluation is at least ``--quality``.
 
 Exit code 0 when all of it holds.
@@ -47,7 +47,7 @@ LOG_PROB_ERROR = 1e-6
 
 
 def start(options: argparse.Namespace, number: int) -> Job:
-    """The recipe, for the first time or again."""
+    """Run the recipe, for the first time or again."""
     flags = [
         *("--num-rollout", str(options.num_rollout), "--save-interval", "1", "--eval-interval", "10"),
         *("--over-sampling-batch-size", "48", "--partial-rollout"),
@@ -70,7 +70,7 @@ def start(options: argparse.Namespace, number: int) -> Job:
 
 
 def tracker(save: Path) -> int:
-    """The iteration that counts, -1 without one."""
+    """The valid iteration, -1 if there is none."""
     path = save / "latest_checkpointed_iteration.txt"
     return int(path.read_text()) if path.exists() else -1
 
@@ -81,14 +81,14 @@ def data_state(save: Path, rollout_id: int) -> dict:
 
 
 def lines(path: Path) -> list[dict]:
-    """The whole records of a JSON-lines file."""
+    """The complete records of a JSON-lines file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
 def kill_during_generation(job: Job, save: Path, after: int, timeout_s: float) -> str:
-    """Kill shortly after a step is done whose save has groups in the buffer: the next rollout is being generated."""
+    """Kill shortly after a step whose save has groups in the buffer, while the next rollout is generated."""
     seen = {"step": tracker(save)}
 
     def groups_wait() -> bool:
@@ -119,7 +119,7 @@ def kill_during_training(job: Job, work: Path, after: int, timeout_s: float) -> 
 
 
 def kill_during_save(job: Job, save: Path, after: int, timeout_s: float) -> str:
-    """Kill when the next checkpoint's folder is there and does not count yet."""
+    """Kill when the next checkpoint's folder exists but is not valid yet."""
 
     def is_saving() -> bool:
         latest = tracker(save)
@@ -130,7 +130,7 @@ def kill_during_save(job: Job, save: Path, after: int, timeout_s: float) -> str:
 
 
 def waiting_groups(save: Path, rollout_id: int) -> set[int]:
-    """Groups that a checkpoint holds to go on with: in the data source's buffer, or in flight."""
+    """Groups that a checkpoint holds for later: in the data source's buffer, or in flight."""
     position = read_state(save / "rollout" / f"ledger_position_{rollout_id}.pt", what="It")
     return {group[0]["group_index"] for group in data_state(save, rollout_id)["buffer"] + position["open"]}
 
@@ -158,7 +158,7 @@ def account(work: Path, num_rollout: int) -> dict[str, object]:
 
 
 def compare_with_ledger(save: Path, trained: Counter[int], dropped: set[int], waiting: set[int]) -> dict[str, object]:
-    """What the ledger says of groups since the last checkpoint, and how much there is of it."""
+    """What the ledger says of groups since the last checkpoint, and how much it holds."""
     balance = ledger_tool.Balance(ReplayState().read(read_folder(save / "ledger")))
     place = balance.place
     elsewhere = [
@@ -180,7 +180,7 @@ def compare_with_ledger(save: Path, trained: Counter[int], dropped: set[int], wa
 
 
 def generated_again(work: Path, kills: list[float]) -> dict[str, int]:
-    """Answers noted before a kill that what was noted after it does not go on from."""
+    """Answers recorded before a kill that later records do not continue."""
     latest: dict[int, dict] = {}
     counts = Counter({"answers": 0, "taken over": 0, "generated again": 0, "generated again, of the last moment": 0})
     for record in lines(work / "answers.jsonl"):
@@ -201,7 +201,7 @@ def generated_again(work: Path, kills: list[float]) -> dict[str, int]:
 
 
 def goes_on_from(before: dict, after: dict) -> bool:
-    """Whether the later note begins with the tokens and log-probs of the earlier one."""
+    """Whether the later record begins with the tokens and log-probs of the earlier one."""
     num_tokens = len(before["tokens"])
     pairs = zip(before["log_probs"], after["log_probs"], strict=False)
     is_same = all(abs(one - other) <= LOG_PROB_ERROR * max(1, abs(one)) for one, other in pairs)

@@ -1,4 +1,4 @@
-"""Bytes of the ledger that are not as they were written: every one is found, and none takes a prompt along."""
+"""Damaged bytes in the ledger: each is found, and none loses a prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.ledger import main as tool
 
 @pytest.fixture(scope="module")
 def ledger(tmp_path_factory) -> Path:
-    """A small ledger with whole segments, retired ones before them, and the segment of a process that was killed."""
+    """A small ledger with complete segments, retired ones before them, and the segment of a killed process."""
     folder = tmp_path_factory.mktemp("run")
     process = Process(folder)
     process.rollout(0)
@@ -31,7 +31,7 @@ def ledger(tmp_path_factory) -> Path:
 
 
 def damage(folder: Path) -> list[str]:
-    """The files that are not as they were written."""
+    """The damaged files."""
     damaged: list[str] = []
     state = ReplayState().read(checked(read_folder(folder), damaged))
     return sorted({name for text in (state.damage, *damaged) for name in re.findall(r"segment-\d+\.led", text)})
@@ -97,7 +97,7 @@ def test_a_segment_that_is_cut_or_gone_is_found_unless_it_is_the_one_of_a_kill(t
 
 
 def test_a_flip_anywhere_costs_generation_and_no_group(tmp_path, caplog):
-    """Whatever byte is flipped after a crash, the rollouts hand over the same groups."""
+    """Whichever byte is flipped after a crash, the rollouts deliver the same groups."""
     died_in_rollout_1(tmp_path / "whole")
     sizes = [(path.name, path.stat().st_size) for path in segment_files(tmp_path / "whole" / "ledger")]
     for name, size in sizes:

@@ -33,7 +33,7 @@ def test_a_checkpoint_without_room_names_its_file_and_the_one_before_is_whole(tm
     process.die()
     again = Process(tmp_path, start=1)
     assert again.rollout(1) == [2, 3]
-    assert again.generated == []  # all of it was in the ledger
+    assert again.generated == []  # the ledger had all of it
 
 
 def test_the_ledger_waits_for_room_and_loses_nothing(tmp_path, monkeypatch, caplog):
@@ -41,7 +41,7 @@ def test_the_ledger_waits_for_room_and_loses_nothing(tmp_path, monkeypatch, capl
     writer = open_writer(tmp_path, is_threaded=False)
     writer.put(0)
     writer.flush()
-    with full_disk(segment_path(tmp_path, 0).stat().st_size + 50):  # a part of the next record fits
+    with full_disk(segment_path(tmp_path, 0).stat().st_size + 50):  # part of the next record fits
         for number in range(1, 20):
             writer.put(number)
         flushing = threading.Thread(target=writer.flush)
@@ -73,5 +73,5 @@ def test_a_segment_that_cannot_be_begun_is_tried_again_and_the_old_one_stays(tmp
 
 
 def move_away(folder: Path) -> Path:
-    """As a file system that is gone: no file can be made in ``folder``."""
+    """Like a file system that is gone: no file can be created in ``folder``."""
     return folder.rename(folder.with_name(folder.name + "-away"))

@@ -1,4 +1,4 @@
-"""Rollouts against a scripted engine, as the manager and the training loops run them, with a ledger and crashes."""
+"""Rollouts against a scripted engine, run like the manager and the training loops, with a ledger and crashes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ start_job = test_fully_async_rollout.start_job  # the fixture
 
 
 class LedgeredJob(Job):
-    """One process of a job with a ledger: what the rollout manager and the loop of train_async.py do."""
+    """One process of a job with a ledger: the work of the rollout manager and of train_async.py's loop."""
 
     def __init__(self, engine: ScriptedEngine, args: Any, start_rollout_id: int) -> None:
         super().__init__(engine, args)
@@ -56,7 +56,7 @@ class LedgeredJob(Job):
         self.ledger.published(rollout_id)
 
     def run(self, stop: int, *, save_after: int | None = None) -> None:
-        """Rollouts up to ``stop``, the next one always begun; then the process is gone."""
+        """Run rollouts up to ``stop``, always with the next one begun; then the process is gone."""
         ahead = self._thread.submit(self.generate, self.start_rollout_id)
         for rollout_id in range(self.start_rollout_id, stop):
             output = ahead.result(TEST_TIMEOUT_S)
@@ -99,7 +99,7 @@ def test_after_a_crash_a_mended_grader_grades_what_the_broken_one_could_not(star
 
     monkeypatch.setitem(rm_hub._GRADERS, "f1", lambda sample: 0.5)
     num_drawn = len(job.engine.payloads)
-    for _ in range(3):  # each process takes over what those before recorded
+    for _ in range(3):  # each process takes over the earlier processes' records
         GenerateState.clear_instances()
         again = LedgeredJob(job.engine, job.args, 0)
         assert rollout(again, 0) == [(0, 0.0, True), (1, 0.0, True)], "it was recorded as a batch"

@@ -1,4 +1,4 @@
-"""Killed at some two hundred points, the job trains what it would have trained, and asks for no answer twice."""
+"""Killed at about two hundred points, the job trains the same data, and requests no answer twice."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def killed(folder: Path, monkeypatch: Any, whole: World, seed: int, **options: A
 
 
 def trained_groups(world: World) -> Counter[int]:
-    """Group -> how often one of its samples is trained in the surviving line."""
+    """Group -> how often one of its samples is trained in the surviving lineage."""
     return Counter(sample["group"] for samples in world.trained.values() for sample in samples)
 
 
@@ -82,7 +82,7 @@ def test_a_killed_job_trains_the_samples_of_the_uninterrupted_one(tmp_path, monk
 
 
 def test_tokens_that_an_older_policy_drew_stay_masked_and_only_those(tmp_path, monkeypatch):
-    """How much of a response is cut off depends on when the abort came; that it is masked does not."""
+    """How much of a response is cut off depends on the time of the abort; whether it is masked does not."""
     options: dict[str, Any] = {"flags": {"mask_offpolicy_in_partial_rollout": True}}
     whole = uninterrupted(tmp_path, monkeypatch, **options)
     expected = whole.samples_of_first_groups(but="masked")
@@ -124,7 +124,7 @@ def test_no_group_is_trained_twice_and_each_is_trained_dropped_or_waiting(tmp_pa
 
 
 def test_without_the_ledger_the_answers_after_the_checkpoint_are_asked_for_again(tmp_path, monkeypatch):
-    """The check itself: it must be able to fail."""
+    """Tests the check itself, which must be able to fail."""
     world = make_world(tmp_path / "a", num_groups=NUM_GROUPS, kills=[150], save_interval=100)
     life = control_plane.Life(world, monkeypatch)
     assert not life.run()

@@ -38,7 +38,7 @@ class NumberedSource(RolloutDataSourceWithBuffer):
 
 
 class Process:
-    """A job's control plane; ``generated`` lists the groups that an engine was asked for."""
+    """A job's control plane; ``generated`` lists the groups requested from an engine."""
 
     def __init__(self, folder: Path, start: int = 0, **flags: Any) -> None:
         self.args = make_args(
@@ -55,7 +55,7 @@ class Process:
         self.generated: list[int] = []
 
     def rollout(self, rollout_id: int, *, stop_after: int | None = None) -> list[int]:
-        """Groups of the train data: every one answered; the last of each three goes back unfinished."""
+        """Groups of the train data, all answered; the last of every three returns unfinished."""
 
         def generate() -> RolloutFnTrainOutput:
             groups = self.source.get_samples(3)
@@ -247,7 +247,7 @@ def test_a_damaged_sample_is_generated_again(tmp_path, caplog):
 
 
 class Flags(Namespace):
-    """Flags of a job; what is not given is None."""
+    """Flags of a job; flags not given are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -297,7 +297,7 @@ def test_the_check_finds_a_group_that_is_trained_twice(tmp_path, capsys):
 
 
 def in_flight_after_a_checkpoint(folder: Path) -> None:
-    """A checkpoint that is saved while groups 3 and 4 are out of the data source and not answered."""
+    """A checkpoint saved while groups 3 and 4 are issued and unanswered."""
     process = Process(folder)
     process.rollout(0)
     process.source.get_samples(3)  # 2, which waited in the buffer, and 3 and 4

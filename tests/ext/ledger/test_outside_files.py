@@ -1,4 +1,4 @@
-"""Ledgers and positions that others wrote or broke: no code runs, nothing hangs, no secret is in them."""
+"""Foreign or broken ledgers and positions: no code runs, nothing hangs, no secret is in them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.ext.ledger.test_ledger import Process
 from tests.unit.rollout.test_positions import Payload
 from tests.unit.utils.test_redaction import PLACES, assert_absent
 
-pytestmark = pytest.mark.timeout(30)  # a read that has no end fails
+pytestmark = pytest.mark.timeout(30)  # an endless read fails
 
 
 @pytest.fixture
 def position(tmp_path: Path) -> Path:
-    """The position of a checkpoint while two groups are out of the data source."""
+    """The position of a checkpoint while two groups are issued."""
     process = Process(tmp_path / "run")
     process.rollout(0)
     process.source.get_samples(2)

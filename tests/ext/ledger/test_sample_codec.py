@@ -1,4 +1,4 @@
-"""Samples come back from bytes as they were, and only what is new is written."""
+"""Samples are restored from bytes unchanged, and only new parts are written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.utils.types import Sample
 
 
 class Round:
-    """An encoder, and a reader that starts from the sample as it was issued."""
+    """An encoder, and a reader that starts from the sample as issued."""
 
     def __init__(self, issued: Sample, *, trusts_lists: bool = True) -> None:
         self.encoder, self.trusts_lists = EntryEncoder(), trusts_lists
@@ -107,7 +107,7 @@ def test_applying_a_record_twice_gives_the_same():
 
 def test_an_object_of_a_class_is_left_out_with_a_line(caplog):
     sample = answered(fresh(), [7])
-    plain_values._TOLD.clear()  # each place is named once
+    plain_values._TOLD.clear()  # each place is reported once
     sample.client = threading.Lock()
     round_ = Round(fresh())
     back = round_.write(sample)

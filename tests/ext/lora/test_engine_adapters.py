@@ -1,4 +1,4 @@
-"""The push of an adapter alone: what each engine is sent, and what is told of it."""
+"""Adapter pushes: what each engine receives, and what is logged."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Wire:
 
 
 class OnCard(torch.Tensor):
-    """A tensor that says that it is not on the host, and is."""
+    """A host tensor that claims to be on a GPU."""
 
     is_cpu = False
 
@@ -68,7 +68,7 @@ class OnCard(torch.Tensor):
 
 @pytest.fixture(autouse=True)
 def handles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, Shapes]]:
-    """What handles were made of, in turn."""
+    """The tensors of which handles were made, in order."""
     made: list[tuple[torch.Tensor, Shapes]] = []
 
     def handle_of(content: tuple[torch.Tensor, Shapes]) -> str:
@@ -105,7 +105,7 @@ def test_engines_of_rank_0s_host_get_a_handle_and_others_the_values(
 
 
 def test_an_engine_that_reaches_beyond_rank_0s_host_gets_the_values() -> None:
-    """Its GPUs of another host cannot open memory of this one."""
+    """The engine's GPUs on another host cannot open this host's memory."""
     within, across = Engine(0, 4), Engine(1, 4)
     within.num_gpus, across.num_gpus = 4, 8
     push(within, across)

@@ -47,14 +47,14 @@ pytestmark = [
 ]
 
 BOUND = 1e-4
-"""YaRN's angles, which SGLang has in a table, make 3e-5 of it, without adapters too; other models stay below 5e-6."""
+"""YaRN's angles, which SGLang tabulates, cause 3e-5 of it, even without adapters; other models stay below 5e-6."""
 RANK = 4
 PROMPTS = [[5, 6, 7], [5, 6, 7, *range(20, 30)], [11, 12, 13, 14], [30, 31], [40, 41, 42]]
 
 
 @contextmanager
 def serving(folder: Path, args: Namespace, paths: list[str]) -> Iterator[ServerControl]:
-    """Serve a checkpoint, adapters in ``paths`` (NAME=DIR), and room for another of the run."""
+    """Serve a checkpoint and the adapters in ``paths`` (NAME=DIR), with room for another of the run."""
     port = get_free_port(25900, consecutive=3)
     settings = {
         **{"model_path": str(folder), "host": "127.0.0.1", "port": port, "nccl_port": port + 1, "device": "cpu"},
@@ -101,7 +101,7 @@ def ask(control: ServerControl, prompt: list[int], adapter: str | None) -> Sampl
 
 
 def error(args: Namespace, model: Any, samples: list[Sample]) -> float:
-    """The largest difference of a log-prob between the engine's answers and the trainer."""
+    """The largest log-prob difference between the engine's answers and the trainer."""
     zeros = [0.0] * len(samples)
     data = samples_to_train_data(samples, zeros, zeros, rollout_top_p=1.0).to_dict()
     args.global_batch_size = len(samples)
@@ -124,7 +124,7 @@ def test_the_engine_answers_with_a_folders_adapter_a_pushed_one_and_none_as_the_
         )
         args = trainer.make_args(frozen, tmp_path, *flags)
         args.lora_push = "adapter"
-        (tmp_path / "tokenizer.json").unlink()  # empty: for the flags' check alone
+        (tmp_path / "tokenizer.json").unlink()  # empty: only for the flags' check
         initialize.init(args)
         model = trainer.load_model(args)
         scales = {"first": 1.0, "second": -0.7, None: 0.0}

@@ -1,4 +1,4 @@
-"""Which adapters are made and pushed to engines, and what is refused before anything starts."""
+"""Which adapters are created and pushed to engines, and what is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def settings_of(family: str, folder: Path, *targets: str, **engine_flags: Any) -
     frozen = replace(case, flags=lambda path: [flag for flag in case.flags(path) if flag != "--enable-mtp-training"])
     lora = ("--lora-rank", 4, "--moe-router-bias-update-rate", 0, "--lora-target-modules", *targets)
     args = make_args(frozen, folder, *lora)
-    vars(args).update(lora_push="adapter", **engine_flags)  # without a trainer alone they are not read
+    vars(args).update(lora_push="adapter", **engine_flags)  # a trainer alone does not read them
     return engine_settings(args)
 
 
@@ -173,7 +173,7 @@ def test_engines_make_room_for_the_modules_and_the_rank_of_folders_too(tmp_path:
         "max_lora_rank": 16,
         "lora_target_modules": sorted([*MLP, "q_proj", "k_proj", "v_proj"]),
         "lora_paths": given,
-        "max_loras_per_batch": 4,  # the last two pushed, none, and the folder's
+        "max_loras_per_batch": 4,  # the last two pushed, no adapter, and the folder's
         "enable_weights_cpu_backup": True,
         "disable_shared_experts_fusion": True,
     }

@@ -23,6 +23,6 @@ def test_rows_meet_the_matrix_of_their_part_and_rows_without_one_stay() -> None:
 
 def test_a_bf16_weight_is_rounded_once() -> None:
     weight, a = torch.full((1, 1), 256.0, dtype=torch.bfloat16), torch.full((1, 2, 1), 1.0, dtype=torch.bfloat16)
-    b = torch.full((1, 2), 0.5, dtype=torch.bfloat16)  # 256 + 0.5 + 0.5, and bf16 holds every second number here
+    b = torch.full((1, 2), 0.5, dtype=torch.bfloat16)  # 256 + 0.5 + 0.5, where bf16 represents only even numbers
     assert merged(weight, a, b, None, scale=1.0).item() == 256
     assert merged(weight, a, b, None, scale=2.0).item() == 258

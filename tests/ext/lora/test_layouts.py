@@ -1,4 +1,4 @@
-"""Adapters in parallel layouts against one process; checkpoints of adapters alone; the reference without adapters."""
+"""Adapters in parallel layouts against one process; adapter checkpoints; the reference without adapters."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_run_resumes_from_its_adapters_in_another_layout(tmp_path: Path) -> No
     saving += ("--lora-save", tmp_path / "peft_{rollout_id}")
     (first, *others), trained = only(run_workers(train, 1, hf, saving, (0, 1, 2), timeout_s=250))
 
-    # The reference is the model without adapters, which add nothing before the first step.
+    # The reference is the model without adapters, which contribute nothing before the first step.
     assert first["train/kl_loss"] < 1e-9
     assert others[0]["train/kl_loss"] > 1e-5
     # Two vectors of rank 4 for each of the seven matrices of a layer, and nothing else.
@@ -79,14 +79,14 @@ def test_a_run_resumes_from_its_adapters_in_another_layout(tmp_path: Path) -> No
     shapes = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
     shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
     assert trained == config["num_hidden_layers"] * sum(4 * (rows + columns) for rows, columns in shapes)
-    # The checkpoint of the first rollout, and what follows from it in another layout.
+    # The checkpoint of the first rollout, and a resume from it in another layout.
     (Path(save) / "latest_checkpointed_iteration.txt").write_text("0")
     resumed = ("--load", save, "--tensor-model-parallel-size", 2, "--sequence-parallel")
     again, _ = only(run_workers(train, 2, hf, resumed, (1, 2), timeout_s=250))
     for ours, theirs in zip(again, others, strict=True):
         for name in ("train/loss", "train/kl_loss", "train/grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
-    # Merged weights are base weights plus what PEFT's folder says.
+    # Merged weights are base weights plus the adapters of PEFT's folder.
     base, merged = load_file(tmp_path / "hf" / "model.safetensors"), {}
     for path in (tmp_path / "merged_2").glob("*.safetensors"):
         merged |= load_file(path)

@@ -1,4 +1,4 @@
-"""Adapters of the trainer against ``peft`` on transformers' model: log-probs, gradients, folders both ways."""
+"""The trainer's adapters against ``peft`` on transformers' model: log-probs, gradients, folders both ways."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.matrix.parity import one_process_world
 
 BOUND = 1e-5
 DEEP = {"gemma4-small": 1e-4}
-"""The bound of the matrix for gradients, where layers are nine: of these PEFT's own log-probs are 1e-5 from fp64."""
+"""The matrix's bound for gradients of nine layers; PEFT's own log-probs are 1e-5 from fp64 there."""
 EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
 TARGETS = {
     "llama3": ["all-linear"],
@@ -48,7 +48,7 @@ TARGETS = {
 
 
 def peft_model(model: torch.nn.Module, targets: list[str]) -> torch.nn.Module:
-    """The model with adapters drawn at random, B too."""
+    """The model with random adapters, including B."""
     from peft import LoraConfig, get_peft_model
 
     chosen = targets[0] if targets == ["all-linear"] else targets
@@ -100,7 +100,7 @@ def test_log_probs_gradients_and_folders_are_those_of_peft(family: str, tmp_path
     named = {name.replace(".default", ""): p.grad for name, p in reference.named_parameters() if "lora_" in name}
     assert gradients.keys() == named.keys()
     assert max(gradient_errors(gradients, named).values()) < bound
-    # What the trainer writes is what it read, and peft takes it.
+    # The trainer writes what it read, and peft accepts it.
     theirs, ours = (load_file(tmp_path / folder / TENSOR_FILE) for folder in ("adapter", "out"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -110,7 +110,7 @@ def test_log_probs_gradients_and_folders_are_those_of_peft(family: str, tmp_path
 
 
 EXPERTS = {
-    # family -> what the folder calls its MLP, and gate, up and down of an expert
+    # family -> the folder's name of its MLP, and gate, up and down of an expert
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
 }
@@ -122,8 +122,8 @@ def with_expert_adapters(
     """Add ``scale * B A`` to the experts of transformers' model, which hold one stacked tensor for gates and ups.
 
     Args:
-        model: with its experts in ``layer.mlp``.
-        leaves: by PEFT's names; of the first expert alone where all share them.
+        model: the model, with its experts in ``layer.mlp``.
+        leaves: by PEFT's names; only of the first expert if all share them.
         names: a value of ``EXPERTS``.
         scale: alpha over rank.
         is_shared: one adapter for all experts of a layer.
@@ -166,7 +166,7 @@ def test_adapters_of_experts_are_those_of_a_plain_reference(family: str, experts
         assert all(torch.equal(one.tensor, other.tensor) for one, other in pairs)
         save_hf_model_to_path(args, tmp_path / "merged", model)
         saved = load_file(tmp_path / "out" / TENSOR_FILE)
-        if is_shared:  # experts that differ have no place in one adapter
+        if is_shared:  # experts that differ do not fit one adapter
             changed = {name: tensor + int(".experts.1." in name) for name, tensor in saved.items()}
             save_file(changed, tmp_path / "out" / TENSOR_FILE)
             with pytest.raises(DataError, match=r"weight1 than for .*weight0, .*use --lora-experts each"):
@@ -226,7 +226,7 @@ def test_a_base_in_fewer_bits_is_that_of_its_export(family: str, precision: str,
         trainer.run_backward(args, model, trainer.prepare(args, data))
         gradients = trainer.model_gradients(args, model)
         save_hf_model_to_path(args, tmp_path / "merged", model)
-        # The same adapters on a model that is held as the dequantized numbers.
+        # The same adapters on a model that holds the dequantized numbers.
         weights = ModelSwitch(model)
         weights.backup("actor")
         weights.backup_frozen()

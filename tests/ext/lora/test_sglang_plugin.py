@@ -1,4 +1,4 @@
-"""Hooks of pushed adapters, against SGLang's own classes: they stay on the GPU, requests run on the last one."""
+"""Hooks for pushed adapters, against SGLang's own classes: they stay on the GPU, requests use the last one."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_pr
 
 
 class OnCard(torch.Tensor):
-    """A tensor that says that it is not on the host, and is."""
+    """A host tensor that claims to be on a GPU."""
 
     is_cpu = False
 
 
 def taken(device: str, kind: type[torch.Tensor] = torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an adapter holds of its second layer, and what it was given."""
+    """An adapter's second layer, and its inputs."""
     adapter = LoRAAdapter("one", LoRAConfig.from_dict(CONFIG), SimpleNamespace(num_hidden_layers=2), None, None)  # type: ignore[arg-type]
     given = {
         f"base_model.model.model.layers.1.self_attn.{module}.lora_{matrix}.weight": torch.full(
@@ -65,7 +65,7 @@ def test_an_adapter_on_the_card_is_held_there_as_one_on_the_host_is_on_the_host(
     assert not {id(one) for one in on_card.values()} & {id(one) for one in given.values()}
     copied, given = taken("cpu", OnCard)
     for tensor in given.values():
-        tensor.zero_()  # the trainer's memory holds something else
+        tensor.zero_()  # the trainer reuses its memory
     assert copied.keys() == on_host.keys() and all(copied[name].equal(on_host[name]) for name in on_host)
 
 
@@ -93,7 +93,7 @@ def test_handles_of_gpus_can_be_read_before_the_first_push_and_those_of_host_mem
     stock, loaded = SimpleNamespace(load_format=None), list[Any]()
     assert _read_adapter(lambda *_: hasattr(reductions, "_rebuild_cuda_tensor_original"), None, stock)
     tensor = torch.arange(4.0)
-    with pytest.raises(IndexError):  # SGLang's patch alone
+    with pytest.raises(IndexError):  # with only SGLang's patch
         serialize_bucket([("one", tensor)])
     share_host_tensors()
     share_host_tensors()
@@ -121,7 +121,7 @@ def test_a_request_without_adapter_runs_on_the_last_one_and_keeps_its_version():
     assert (_choose_adapter(manager, probe), probe.lora_path) == (None, None)
     assert (_choose_adapter(manager, request), request.lora_path) == ("4", "slime-4")
     assert (_choose_adapter(manager, other), other.lora_path) == (None, "mine")
-    settings.weight_version = "default"  # before the first push: the model as it is
+    settings.weight_version = "default"  # before the first push: the base model
     request.lora_path = None
     assert (_choose_adapter(manager, request), request.lora_path) == (None, None)
 

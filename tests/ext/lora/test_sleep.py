@@ -1,4 +1,4 @@
-"""Adapters of a trainer that gives its memory back between rollouts."""
+"""Adapters of a trainer that releases its memory between rollouts."""
 
 from __future__ import annotations
 

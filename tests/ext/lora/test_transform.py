@@ -1,4 +1,4 @@
-"""Where the model under adapters comes from."""
+"""The origin of the model under the adapters."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_saved_adapters_come_back_with_their_alpha_alone_and_warn_of_another_bas
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     args, model = save_of_adapters(tmp_path)
-    args.lora_alpha = 8  # what rank 4 has without the flag
+    args.lora_alpha = 8  # the default for rank 4
     load_checkpoint(args, model)
     assert "were trained on" not in caplog.text
     args.lora_alpha = 32

@@ -40,11 +40,11 @@ QUANTIZED: dict[str, tuple[str, ...]] = {
         *(f"mlp.shared_experts.{name}" for name in MLP),
     ),
 }
-"""Family to the modules of a layer that a converter quantizes, by hand."""
+"""Family -> the modules of a layer that a converter quantizes, written by hand."""
 
 
 def tensors_of(family: str, layers: int = 3) -> dict[str, Tensor]:
-    """All tensors of a model, in bf16 but for the router's bias."""
+    """All tensors of a model, in bf16 except for the router's bias."""
     generator = torch.Generator().manual_seed(7)
 
     def weight(*shape: int) -> Tensor:
@@ -69,7 +69,7 @@ def tensors_of(family: str, layers: int = 3) -> dict[str, Tensor]:
             tensors[f"{at}.self_attn.indexer.k_norm.bias"] = weight(64)
             tensors[f"{at}.mlp.gate.e_score_correction_bias"] = weight(2).float()
             tensors |= {f"{at}.mlp.shared_experts.{name}.weight": weight(*shape) for name, shape in MLP.items()}
-    if family == "deepseek_v32":  # the last layer is the one that drafts tokens
+    if family == "deepseek_v32":  # the last layer is the MTP layer
         last = f"model.layers.{layers - 1}"
         tensors |= {f"{last}.{norm}.weight": weight(160) for norm in ("enorm", "hnorm", "shared_head.norm")}
         tensors |= {f"{last}.eh_proj.weight": weight(160, 320), f"{last}.shared_head.head.weight": weight(256, 160)}
@@ -78,7 +78,7 @@ def tensors_of(family: str, layers: int = 3) -> dict[str, Tensor]:
 
 
 def write_folder(folder: Path, tensors: dict[str, Tensor], shards: int = 3, config: dict | None = None) -> Path:
-    """A model folder; tensors are dealt out to the shards in their order."""
+    """A model folder; tensors are distributed over the shards in order."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "dtype": "bfloat16"} | (config or {})))
     (folder / "tokenizer.json").write_text("{}")
@@ -95,7 +95,7 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], shards: int = 3, conf
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, after a look at its index."""
+    """All tensors of a folder, after checking its index."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = {name: load_file(folder / name) for name in set(index["weight_map"].values())}
     assert {path.name for path in folder.glob("*.safetensors")} == set(files)

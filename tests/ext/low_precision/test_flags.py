@@ -29,7 +29,7 @@ EXPERT, MLP, HEAD = (
 
 
 def packed_folder(folder: Path, names: tuple[str, ...], *, group_size: int = 32, symmetric: bool = True) -> Path:
-    """A checkpoint with these matrices, of which our converter packs what it packs."""
+    """A checkpoint with these matrices, packed where our converter packs."""
     plain = folder / "plain"
     plain.mkdir()
     save_file({name: torch.ones(8, 64) for name in names}, plain / "model.safetensors")

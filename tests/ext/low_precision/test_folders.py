@@ -1,4 +1,4 @@
-"""Conversions that are shared out, killed, taken up again, refused."""
+"""Conversions that are shared, killed, resumed, and refused."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def source(tmp_path):
 
 
 def broken_after(monkeypatch, count, error):
-    """Let the ``count``-th tensor that is read fail."""
+    """Make the ``count``-th tensor read fail."""
     real, calls = tensor_file.read_rows, []
 
     def read_rows(*args, **kwargs):
@@ -201,7 +201,7 @@ def test_other_programs_read_the_files(tmp_path):
 
 
 def damaged(folder):
-    """Flip the last byte of the second shard, which has the size that it had; its digests are those of before."""
+    """Flip the last byte of the second shard, keeping its size and recorded digests."""
     paths = sorted(folder.glob("*.safetensors"))
     FolderDigests(folder, {path.name: pieces_of_file(path) for path in paths}).write()
     data = paths[1].read_bytes()

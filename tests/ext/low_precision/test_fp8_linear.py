@@ -1,4 +1,4 @@
-"""Products in FP8 on the CPU: by hand, against loops over blocks, and in a model against an engine in FP8."""
+"""FP8 products on the CPU: by hand, against loops over blocks, and in a model against an FP8 engine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.matrix.case import load_cases
 from tests.matrix.parity import one_process_world
 
 UNIT = 2.0**-4
-"""e4m3 has three bits of mantissa: a rounded number is within 1/16 of itself, above the smallest ones."""
+"""e4m3 has three bits of mantissa: rounding changes a number by at most 1/16, except for the smallest ones."""
 
 
 def by_loops(matrix: Tensor, height: int, width: int) -> Tensor:
-    """What q(matrix) stands for, one block after the other."""
+    """The values that q(matrix) represents, block by block."""
     result = torch.empty_like(matrix)
     for row in range(0, matrix.size(0), height):
         for column in range(0, matrix.size(1), width):
@@ -61,7 +61,7 @@ def test_the_three_products_are_those_of_numbers_rounded_by_block(sizes: tuple[i
 
 @pytest.mark.parametrize(("width", "heads", "groups"), [(64, 8, 2), (16, 4, 4), (128, 4, 2)])
 def test_queries_keys_and_values_have_the_blocks_of_the_checkpoints_matrices(width, heads, groups) -> None:
-    """Each matrix of the checkpoint has a size of its own, so that a block across two of them would show."""
+    """The checkpoint's matrices have different sizes, so that a block across two of them would be noticed."""
     q, k, v = draw(heads * width, 64), 30 * draw(groups * width, 64, seed=1), 900 * draw(groups * width, 64, seed=2)
     grouped = [part.view(groups, -1, 64) for part in (q, k, v)]
     weight = torch.cat(grouped, dim=1).flatten(0, 1).requires_grad_()  # Megatron's order
@@ -82,7 +82,7 @@ def test_queries_keys_and_values_have_the_blocks_of_the_checkpoints_matrices(wid
 def test_gates_of_queries_have_the_blocks_of_the_checkpoints_matrix() -> None:
     sizes: Any = Namespace(num_attention_heads=4, num_query_groups=2, head_dim=48)
     parts = draw(4 * 2 * 48, 64), 30 * draw(2 * 48, 64, seed=1), 900 * draw(2 * 48, 64, seed=2)
-    parts[0].view(4, 2, 48, 64)[:, 1] *= 7  # gates, each behind its query
+    parts[0].view(4, 2, 48, 64)[:, 1] *= 7  # gates, each after its query
     config = Namespace(kv_channels=48, num_attention_heads=4, num_query_groups=2, attention_output_gate=True)
     weight, x = merge_gated_qkv(*parts, sizes), draw(5, 64, seed=3)
     y = qkv_rows(config, len(weight)).product(x, weight)
@@ -102,7 +102,7 @@ def test_each_expert_has_products_and_blocks_of_its_own() -> None:
 
 
 class EngineLinear(torch.nn.Module):
-    """A linear layer as an engine serves it: its checkpoint's FP8 blocks, activations rounded by groups of 128."""
+    """A linear layer as an engine serves it: the checkpoint's FP8 blocks, activations rounded in groups of 128."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class EngineLinear(torch.nn.Module):
 
 
 def serve_in_fp8(module: torch.nn.Module) -> None:
-    """Every matrix of the layers but the router."""
+    """Every matrix of the layers except the router."""
     for name, child in module.named_children():
         if isinstance(child, torch.nn.Linear) and name not in ("lm_head", "gate"):
             setattr(module, name, EngineLinear(child))

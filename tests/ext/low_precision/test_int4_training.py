@@ -1,4 +1,4 @@
-"""Int4 quantization-aware training computes what an engine serves that was pushed packed int4 weights."""
+"""Int4 quantization-aware training computes what an engine serves after a push of packed int4 weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversion tools as commands: those of the documents, their flags, and how they end."""
+"""The conversion tools as commands: the documents' commands, their flags, and how they end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def quantization_of(folder):
 
 
 def test_the_commands_of_the_seeds(base_dir, command):
-    # GLM-4.5 to FP8, and DeepSeek-R1 back to bf16; trailing slashes as they stand there.
+    # GLM-4.5 to FP8, and DeepSeek-R1 back to bf16, with trailing slashes as in the documents.
     command(
         convert_hf_to_fp8,
         "--model-dir $BASE_DIR/MODEL/ --save-dir $BASE_DIR/MODEL-FP8/ --strategy block --block-size 128 128 "

@@ -1,4 +1,4 @@
-"""Quantized checkpoints of every family: the converter against the export, and what is refused."""
+"""Quantized checkpoints of every family: the converter against the export, and refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_so_it_is_in_every_format(recipe: str) -> None:
 
 
 def test_a_form_of_two_widths_is_made_as_it_is_published() -> None:
-    """DeepSeek-V4: layers in FP8, experts in FP4, scales of one byte; the case rounds by other means."""
+    """DeepSeek-V4: FP8 layers, FP4 experts, one-byte scales; the case rounds in another way."""
     cells = check_quantized(load_cases(["deepseek_v4-fp4"])["deepseek_v4-fp4"], PUBLISHED, converts=True)
     assert len(cells) == 3
     assert all(cell.passed for cell in cells), summary(cells)

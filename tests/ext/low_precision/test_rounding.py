@@ -1,4 +1,4 @@
-"""Rounding to int4 in the forward pass: the quantizer's values to the bit, the gradient of the result."""
+"""Rounding to int4 in the forward pass: the quantizer's values bit for bit, and a straight-through gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized model folders become bf16 ones."""
+"""Converting quantized model folders to bf16."""
 
 import json
 from dataclasses import replace
@@ -59,7 +59,7 @@ def test_a_weight_and_its_scale_may_lie_in_different_shards(tmp_path):
     scales = {}
     for name in sorted(plain.keys() - tensors.keys()):
         tensors[name], scales[f"{name}_scale_inv"] = quantize_block(plain[name])
-    # The last of the shards holds nothing but scales, the first no weight that has one.
+    # The last shard holds only scales; the first has no weight with a scale.
     source = write_folder(tmp_path / "fp8", tensors | scales, shards=5)
     report = rewrite_folder(Fp8ToBf16(), source, tmp_path / "bf16", workers=2)
     assert report.shards_written < 5
@@ -71,7 +71,7 @@ def test_a_weight_and_its_scale_may_lie_in_different_shards(tmp_path):
 
 
 def test_deepseek_v4_in_its_published_form_is_what_transformers_reads(tmp_path):
-    """FP8 with exponents as scales, experts in FP4; e2m1 and e8m0 make every product exact."""
+    """FP8 with exponents as scales, FP4 experts; e2m1 and e8m0 make every product exact."""
     case = load_cases(["deepseek_v4"])["deepseek_v4"]
     case = replace(case, config={**case.config, "hidden_size": 64, "moe_intermediate_size": 64})
     case.write_checkpoint(tmp_path / "plain")

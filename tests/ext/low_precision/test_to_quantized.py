@@ -1,4 +1,4 @@
-"""Plain model folders become quantized ones: which tensors, with which bytes, and what config.json says."""
+"""Converting plain model folders to quantized ones: which tensors, with which bytes, and config.json."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What follows from the address of an MCP server; the package is not needed."""
+"""Settings derived from the address of an MCP server; the package is not needed."""
 
 from __future__ import annotations
 

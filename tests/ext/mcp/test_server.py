@@ -1,4 +1,4 @@
-"""Tools of MCP servers, of a real one made with the package: a process, and one behind HTTP."""
+"""Tools of a real MCP server made with the package: as a process, and over HTTP."""
 
 from __future__ import annotations
 

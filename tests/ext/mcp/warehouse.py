@@ -1,4 +1,4 @@
-"""An MCP server made with the package itself: over standard input and output, or as an application of HTTP."""
+"""An MCP server made with the package itself: over standard input and output, or as an HTTP application."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The nuclei of a batch by hand and against loops, and their way into an answer."""
+"""The nuclei of a batch by hand and against loops, and their encoding in an answer."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def test_by_hand() -> None:
     probs = torch.tensor([[0.125, 0.5, 0.0, 0.25, 0.125]] * 4)
     args = torch.tensor([ALL, ALL, 2, ALL]), torch.tensor([0.5, 0.8, 1.0, 1.0])
     kept = torch_nuclei(probs, *args, None)
-    # 0.5 lies before the second token, which is not more than 0.5; of the equal pair the first is enough for 0.8.
+    # The sum before the second token is 0.5, which is not more than 0.5; of the equal pair the first suffices for 0.8.
     assert [set(row.nonzero().flatten().tolist()) for row in kept] == [{1, 3}, {0, 1, 3}, {1, 3}, {0, 1, 3, 4}]
     kept = joint_nuclei(probs, *args)
-    # FlashInfer stops as soon as 0.5 is reached, and cannot tell the equal pair apart.
+    # FlashInfer stops as soon as 0.5 is reached, and cannot distinguish the equal pair.
     assert [set(row.nonzero().flatten().tolist()) for row in kept] == [{1}, {0, 1, 3, 4}, {1, 3}, {0, 1, 3, 4}]
     kept = torch_nuclei(probs[:1], torch.tensor([ALL]), torch.tensor([1.0]), torch.tensor([0.5]))
     assert kept.tolist() == [[False, True, False, True, False]]

@@ -1,6 +1,6 @@
-"""Top-p below 1 with a real engine on the CPU: the nuclei that come back, and the trainer that replays them.
+"""Top-p below 1 with a real engine on the CPU: the returned nuclei, and the trainer that replays them.
 
-The model is tiny, so every answer is repeated by brute force: transformers' probabilities, a loop over the vocabulary.
+The model is tiny, so every answer is checked by brute force: transformers' probabilities, a loop over the vocabulary.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KINDS: list[dict[str, float]] = [
 
 
 class Engine:
-    """A server whose longest prefill is 16 tokens, and the model that it serves in fp32."""
+    """A server whose longest prefill is 16 tokens, and its model in fp32."""
 
     def __init__(self, folder: Path, **more: Any) -> None:
         self.folder = folder
@@ -79,7 +79,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def by_loop(probs: torch.Tensor, sampling: dict[str, Any], rounding: float = 0.0) -> list[int]:
-    """Return the nucleus, both of its bounds moved outwards by ``rounding``."""
+    """Return the nucleus, with both of its bounds moved outwards by ``rounding``."""
     kept, before = [], 0.0
     top_k = 1 if sampling["temperature"] == 0 else sampling.get("top_k", len(probs))
     smallest = float(probs.max()) * sampling.get("min_p", 0) * (1 - rounding)
@@ -95,21 +95,21 @@ def by_loop(probs: torch.Tensor, sampling: dict[str, Any], rounding: float = 0.0
 def assert_nucleus(found: list[int], probs: torch.Tensor, sampling: dict[str, Any], rounding: float) -> None:
     """Assert that ``found`` is the loop's nucleus, up to ``rounding`` (relative) in the probabilities at its border.
 
-    An engine that adds up a batch of another size rounds its logits differently.  Tokens of one probability then
-    change places, and a sum that reaches top-p reaches it one token earlier or later.
+    An engine that batches differently rounds its logits differently.  Tokens of equal probability then
+    swap places, and a sum that reaches top-p reaches it one token earlier or later.
     """
     for shift in (0.0, -rounding, rounding):
         kept = by_loop(probs, sampling, shift)
         border = float(probs[kept].min())
         others = probs[sorted(set(found) ^ set(kept))]
-        # bf16 logits (no rounding allowed) are often equal, and each sampler keeps another number of such tokens.
+        # bf16 logits (no rounding allowed) are often equal, and each sampler keeps a different number of such tokens.
         if bool(((others - border).abs() <= rounding * border).all()) and (len(found) == len(kept) or not rounding):
             return
     raise AssertionError((sampling, border, float(probs[kept].sum()), sorted(set(found) ^ set(kept)), others))
 
 
 def engine_probabilities(engine: Engine, meta: dict[str, Any]) -> torch.Tensor:
-    """[response, vocabulary], what the engine says that it drew from."""
+    """[response, vocabulary], the engine's reported distribution."""
     probs = torch.zeros(len(meta["output_top_logprobs"]), engine.model.config.vocab_size)
     for step, pairs in enumerate(meta["output_top_logprobs"]):
         log_probs, ids, _ = zip(*pairs, strict=True)
@@ -118,10 +118,10 @@ def engine_probabilities(engine: Engine, meta: dict[str, Any]) -> torch.Tensor:
 
 
 def error_of_answers(engine: Engine, *, kinds: Sequence[dict[str, float]] = KINDS, is_exact: bool = True) -> float:
-    """Ask 40 times; the largest error of a log-prob, every nucleus being right.
+    """Send 40 requests; return the largest log-prob error, after checking every nucleus.
 
-    Requests of all ``kinds`` share the engine's batches, and one in seven asks for nothing.  Where the engine
-    does not compute in fp32 (``is_exact`` false), its own probabilities take the place of transformers'.
+    Requests of all ``kinds`` share the engine's batches, and one in seven requests no nuclei.  If the engine
+    does not compute in fp32 (``is_exact`` false), its own probabilities replace transformers'.
     """
 
     def ask(number: int) -> tuple[list[int], dict[str, Any], bool, dict[str, Any]]:
@@ -178,7 +178,7 @@ REPLAYED = {**SAMPLING, "custom_params": {"return_top_p_token_ids": True}}
 
 
 def test_the_trainer_replays_whole_partial_and_several_turn_samples(engine: Engine) -> None:
-    """Megatron's model over the engine's nuclei gives the engine's log-probs; without them it would not."""
+    """Megatron's model with the engine's nuclei gives the engine's log-probs; without them it would not."""
     from slime.backends.megatron_utils import cpu_platform, initialize  # noqa: F401
     from tests.matrix import trainer
     from tests.matrix.case import load_cases

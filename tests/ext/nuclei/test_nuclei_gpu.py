@@ -1,4 +1,4 @@
-"""Nuclei of both samplers on a GPU, with the overlapped scheduler: a real engine, then SGLang's kernels alone."""
+"""Nuclei of both samplers on a GPU, with the overlapped scheduler: a real engine, then only SGLang's kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_an_engine_returns_what_its_sampler_drew_from(sampler: str, tmp_path: Pa
     engine = Engine(tmp_path, disable_cuda_graph=True, **more)
     try:
         wait_until_healthy(engine.process, engine.control, timeout_s=400)
-        # With a min-p in the batch FlashInfer's top-p counts what its top-k left; the reference does not.
+        # With a min-p in the batch, FlashInfer's top-p counts only what its top-k left; the reference does not.
         for absent in ("min_p", "top_k"):
             kinds = [kind for kind in KINDS if absent not in kind]
             assert error_of_answers(engine, kinds=kinds, is_exact=False) < 1e-4

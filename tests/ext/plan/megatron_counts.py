@@ -1,9 +1,9 @@
-"""megatron-core's own count of what a rank holds: its model on fake tensors, in a world that is only claimed.
+"""megatron-core's own count of a rank's parameters: its model on fake tensors, in a simulated world.
 
     python -m tests.ext.plan.megatron_counts CASES.json
 
-A process of its own, because it claims worlds of many ranks.  For each case (flags and ranks) one line of JSON on
-stdout: per rank ``[trained dense, trained expert, frozen, layers from 1]``.
+A separate process, because it pretends to be in worlds of many ranks.  Prints one JSON line per case (flags and
+ranks): per rank ``[trained dense, trained expert, frozen, layers from 1]``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def count_rank(args: Namespace, rank: int) -> list[object]:
 
 def main() -> None:
     for case in json.loads(Path(sys.argv[1]).read_text()):
-        # Adapters ask how a weight is cut, which Megatron marks when it draws it; experts cannot be drawn here.
+        # Adapters ask how a weight is split, which Megatron records at initialization; experts cannot be initialized
+        # here.
         is_drawn = "--lora-rank" in case["flags"] and "--num-experts" not in case["flags"]
         drawn = () if is_drawn else ("--no-initialization",)
         args = parse(*case["flags"], *drawn, "--bf16")

@@ -48,7 +48,7 @@ def qwen3(hidden: int, ffn: int, heads: int, layers: int) -> ModelDims:
 
 
 def bytes_that_autograd_keeps(run: Callable[[], Any], given: list[torch.Tensor]) -> int:
-    """Bytes of all storages that the graph of ``run()`` holds, those of ``given`` left out."""
+    """Bytes of all storages that the graph of ``run()`` holds, except those of ``given``."""
     known = {tensor.untyped_storage().data_ptr() for tensor in given}
     kept: dict[int, int] = {}
 
@@ -59,7 +59,7 @@ def bytes_that_autograd_keeps(run: Callable[[], Any], given: list[torch.Tensor])
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = run()  # alive until the count is read, so that no storage's address is given out twice
+        output = run()  # alive until the count is read, so that no storage address is reused
     total = sum(kept.values())
     del output
     return total
@@ -81,7 +81,7 @@ def test_the_second_half_of_a_layer_keeps_what_its_terms_say(layer):
 
 
 MEASURED = (
-    # (GiB, dims, layout, recompute), 16,384 tokens a micro-batch: benchmarks/results
+    # (GiB, dims, layout, recompute), 16,384 tokens per micro-batch: benchmarks/results
     (37.1, qwen3(1024, 3072, 16, 28), ParallelSizes(), Recompute()),
     (67.7, qwen3(2048, 6144, 16, 28), ParallelSizes(), Recompute()),
     (36.1, qwen3(2048, 6144, 16, 28), ParallelSizes(), Recompute(granularity="full", method="uniform")),
@@ -144,7 +144,7 @@ def test_a_trained_tower_keeps_what_autograd_counts(tmp_path: Path, element_byte
     counted = bytes_that_autograd_keeps(
         lambda: model(pixels, grid_thw=torch.tensor([[1, 32, 32]])), [pixels, *model.parameters(), *model.buffers()]
     )
-    # Beside the graph: the pixels in fp32 and in the model's dtype, and what the language model takes.
+    # Outside the graph: the pixels in fp32 and in the model's dtype, and the language model's input.
     output = element_bytes * (1 + len(deep)) * 96 // 4
     beside = batch.patches * ((element_bytes + 4) * dims.tower.patch_size + output)
     assert tower_activations(dims, batch).kept - beside == pytest.approx(counted, rel=0.005)

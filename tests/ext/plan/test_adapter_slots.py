@@ -1,4 +1,4 @@
-"""The room for adapters in an engine's memory, against the pool that SGLang makes."""
+"""The planned memory for adapters in an engine, against the pool that SGLang creates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANK, COUNT = 16, 4
 
 
 def pool_bytes(name: str, modules: list[str], tp_size: int, *, has_experts: bool) -> int:
-    """What SGLang allocates for a model of this name, on no device."""
+    """What SGLang allocates for a model of this name, on the meta device."""
     cpu_shim.install()
     from sglang.srt.lora.mem_pool import LoRAMemoryPool
     from sglang.srt.lora.utils import get_normalized_target_modules

@@ -1,4 +1,4 @@
-"""``--fit``: its order against measured runs (benchmarks/results), what it keeps, what it prints, what it refuses."""
+"""``--fit``: its order against measured runs (benchmarks/results), what it keeps, prints and refuses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def checkpoint(folder: Path, model: str, **more: Any) -> list[str]:
 
 
 def seconds(folder: Path, model: str, flags: str, options: PlanOptions = H200, **more: Any) -> tuple[float, float]:
-    """Training and generation as the choice sees them, of 128 samples of 1,024 tokens on H200s without ``options``."""
+    """Predicted training and generation times of 128 samples of 1,024 tokens on H200s without ``options``."""
     run = complete_run([*checkpoint(folder, model, **more), *RUN.split(), *flags.split()], folder, flag_groups())
     assert run.args is not None and run.problems == []
     plan, dims = make_plan(run.args, run.hf_config, options), model_dims(run.args, run.hf_config)
@@ -44,7 +44,7 @@ def seconds(folder: Path, model: str, flags: str, options: PlanOptions = H200, *
 
 
 def measured(file: str, row: str) -> list[Any]:
-    """The row of a recorded result that begins so."""
+    """The row of a recorded result with this beginning."""
     document = json.loads((REPO / f"benchmarks/results/{file}.json").read_text())
     rows = [line for table in document["tables"] for line in table["rows"]]
     return next(line for line in rows if line[0].startswith(row))
@@ -63,19 +63,19 @@ ON_H100, ON_H200, EARLIER = "train_mfu_h100", "train_mfu_h200", "train_mfu_gpu"
 
 @dataclass(frozen=True)
 class Measured:
-    """A recorded training step (benchmarks/train_mfu.py): its row, and what the command was."""
+    """A recorded training step (benchmarks/train_mfu.py): its row and its command."""
 
     file: str
     row: str
     column: int
-    """Seconds of a step, or tokens a second and GPU where it is ``in_tokens``."""
+    """Seconds per step, or tokens per second and GPU if ``in_tokens``."""
     model: str
     flags: str = ""
     card: str = "H100"
     num_gpus: int = 1
     layers: int | None = None
     tokens: int = 16384
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     microbatches: int = 2
     in_tokens: bool = False
 
@@ -84,12 +84,12 @@ class Measured:
         return self.num_gpus // (2 if SPLIT in self.flags else 1)
 
     def measured(self) -> float:
-        """Tokens a second and GPU."""
+        """Measured tokens per second and GPU."""
         value = float(measured(self.file, self.row)[self.column])
         return value if self.in_tokens else self.tokens * self.microbatches * self.ranks / self.num_gpus / value
 
     def predicted(self, folder: Path) -> float:
-        """The same of the median step, as the choice sees it; steps 2 to 4 are those that the benchmark measures."""
+        """The prediction for the median step; the benchmark measures steps 2 to 4."""
         config, rates = PUBLISHED[self.model], []
         cut = {} if self.layers is None else first_layers(config, self.layers)
         for step in (2, 3, 4):
@@ -123,7 +123,7 @@ STEPS = {
     ),
     "latent attention": Measured(ON_H200, "Moonlight", 2, "moonlight", card="H200", layers=6, microbatches=4),
 }
-"""The rows of 4B on two H100 are those with flash-attn-4, which was measured in both layouts, others torch's."""
+"""The 4B rows on two H100 use flash-attn-4, which was measured in both layouts; others use torch's attention."""
 ROUGH = {"0.6B", "experts", "experts, EP 2", "latent attention"}
 ORDERS = [
     ["1.7B", "1.7B, DP 2", "1.7B recomputed"],
@@ -132,7 +132,7 @@ ORDERS = [
     ["4B, DP 2", "4B, TP 2", "4B recomputed"],
     ["experts", "experts, EP 2"],
 ]
-"""The fastest first, in tokens a second and GPU."""
+"""Fastest first, in tokens per second."""
 
 
 def test_training_takes_what_was_measured_and_layouts_have_their_order(tmp_path):

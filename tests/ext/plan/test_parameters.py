@@ -54,7 +54,7 @@ MINIMAX = (
     "--decoder-last-pipeline-num-layers 14 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 "
     "--actor-num-nodes 8 --actor-num-gpus-per-node 8"
 )
-# An adapter for each of many experts takes megatron-core seconds to build, so those models have few layers.
+# megatron-core needs seconds to build adapters for many experts, so those models have few layers.
 CASES = {
     "Qwen3-4B": ("qwen3-4B", "--tensor-model-parallel-size 2 --actor-num-gpus-per-node 2", (0,)),
     "Qwen3-4B, tied over a pipeline": (
@@ -146,7 +146,7 @@ def flags_of(case: str, glm52_folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def megatron_counts(glm52_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[object]]]:
-    """[case] one count for each of its ranks."""
+    """[case] the counts of each of its ranks."""
     file = tmp_path_factory.mktemp("cases") / "cases.json"
     file.write_text(json.dumps([{"flags": flags_of(c, glm52_folder), "ranks": CASES[c][2]} for c in CASES]))
     done = subprocess.run(
@@ -186,7 +186,7 @@ def test_a_plan_counts_the_tower_exactly(case: FamilyCase, tmp_path: Path):
     assert dims.tower.parameters == sum(tensors[name].numel() for name in names)
     assert dims.tower.is_trained
     whole = replace(dims, padded_vocab_size=dims.vocab_size)
-    biases = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith(ROUTER_BIAS))  # no parameters
+    biases = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith(ROUTER_BIAS))  # not parameters
     assert model_size(whole) == sum(tensor.numel() for tensor in tensors.values()) - biases
 
 

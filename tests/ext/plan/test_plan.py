@@ -1,4 +1,4 @@
-"""From a command line to a printed plan: legality in one go, layout, phases, exit codes; arithmetic by hand."""
+"""From a command line to a printed plan: all problems at once, layout, phases, exit codes; arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_rules_that_an_engine_would_meet_at_its_start_are_told_before(engine, fl
 
 
 def data_of(folder, lengths):
-    """A checkpoint's folder with a tokenizer of one token a word, and a file with prompts of these lengths."""
+    """A checkpoint folder with a tokenizer of one token per word, and a file with prompts of these lengths."""
     words_ = {"[UNK]": 0, **{f"w{index}": index + 1 for index in range(8)}}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words_, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -207,7 +207,7 @@ def test_prompts_are_counted_where_data_and_tokenizer_are_at_hand(capsys, tmp_pa
     code, document = document_of(capsys, f"{COLOCATED} --rollout-max-response-len 64 {more}")
     work = document["plan"]["work"]
     assert code == EXIT_OK
-    # 32 prompts of 8 samples each; the reference responses are cut to 64 tokens, nearly all of them are longer.
+    # 32 prompts of 8 samples each; the reference responses are cut to 64 tokens, and nearly all are longer.
     assert work["longest"] == 3000 + 64
     prompts = 8 * (31 * 700 + 3000)
     assert prompts < work["num_tokens"] <= prompts + 256 * 64

@@ -1,4 +1,4 @@
-"""Reading a launch script: its command comes back, and whatever else it calls is written down or held back."""
+"""Reading a launch script: returns its command; every other program it calls is recorded or blocked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read(tmp_path: Path, text: str, *more: str, is_trusted: bool = False):
 
 
 def can_hold() -> bool:
-    """True where this machine isolates; else plans refuse scripts, which the next tests see."""
+    """True if this machine can isolate; otherwise plans refuse scripts, which the next tests check."""
     try:
         check_isolation(keeps_user=True)
     except IsolationError:
@@ -118,7 +118,7 @@ victim.kill()
 
 
 def test_the_most_harmful_script_harms_nobody(tmp_path):
-    """Run in namespaces of its own: were the sandbox broken, only processes of these and a folder would suffer."""
+    """Runs in separate namespaces: a broken sandbox would only harm these processes and one folder."""
     outer, inner, precious = tmp_path / "outer", tmp_path / "outer/inner", tmp_path / "outer/precious"
     inner.mkdir(parents=True)
     precious.mkdir()

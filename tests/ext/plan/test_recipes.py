@@ -1,4 +1,4 @@
-"""Every recipe of the repository, planned: legal, within its card and its host, and as the documents say of it."""
+"""Every recipe of the repository, planned: valid, within its GPU and host memory, and as the documents say."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TERABYTE = 1e12
 
 
 def planned(name: str, folder: Path, *more: str, **environment: str) -> tuple[Plan, list[str]]:
-    """The plan of a recipe for H100s, and all that is wrong with it."""
+    """A recipe's plan for H100s, and all its problems."""
     recipe = read_recipe(str(REPO / "scripts" / name), more, folder)
     run = complete_run(recipe.words, folder)
     assert run.args is not None, run.problems
@@ -58,7 +58,7 @@ def test_the_last_stage_of_deepseek_r1_has_13_layers_and_its_host_memory_is_the_
     plan, _ = planned("run-deepseek-r1.sh", tmp_path)
     assert [stage.num_layers for stage in plan.stages] == [16, 16, 16, 13]
     assert round(plan.num_parameters / 1e9) == 671
-    slept = 8 * max(stage.memory.weights + stage.memory.gradients for stage in plan.stages)  # here nobody keeps them
+    slept = 8 * max(stage.memory.weights + stage.memory.gradients for stage in plan.stages)  # nothing keeps them here
     assert 1.35 < (plan.host.total + slept) / TERABYTE < 1.5
     assert plan.host.optimizer / plan.host.total > 0.35  # Adam's state is the largest part
 

@@ -24,7 +24,7 @@ ROOM = 7
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The time that the hooks see; their tables begin empty."""
+    """The hooks' clock; their tables start empty."""
     time = SimpleNamespace(now_s=100.0)
     monkeypatch.setattr(halves, "time", SimpleNamespace(monotonic=lambda: time.now_s))
     for name in ("_ended", "_alone", "_guards"):
@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 class Prefill:
-    """The manager of a prefill engine: what decode engines are told, and SGLang's tables under the hooks."""
+    """The manager of a prefill engine: messages to decode engines, and SGLang's tables under the hooks."""
 
     is_dummy_cp_rank, bootstrap_port, server_args = False, 9000, SimpleNamespace(dp_size=1)
 
@@ -57,7 +57,7 @@ class Prefill:
         self.told.append((room, status))
 
     def decode_half_comes(self, room: int = ROOM) -> None:
-        """As SGLang's bootstrap thread takes the places of the cache."""
+        """Do what SGLang's bootstrap thread does when it gets cache locations."""
         self.transfer_infos[room] = {"session": SimpleNamespace(endpoint="10.0.0.2", dst_port=1, is_dummy=False)}
         self.update_status(room, KVPoll.WaitingForInput)
 
@@ -177,7 +177,8 @@ def test_an_abort_tells_of_requests_that_wait_and_lets_transfers_end() -> None:
 
 
 def test_two_threads_at_one_socket_lose_and_mix_no_message() -> None:
-    """Unguarded, the thread of transfers and the one that acknowledges aborts garble a tenth of their messages."""
+    """Without a guard, the transfer thread and the thread that acknowledges aborts corrupt a tenth of their
+    messages."""
     count = 3000
     messages = {"done": [b"7", b"4", b"0"], "aborted": [b"ABORT_ACK", b"7"]}
     with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
@@ -200,12 +201,12 @@ def test_two_threads_at_one_socket_lose_and_mix_no_message() -> None:
 
 
 def test_an_engine_that_has_gone_holds_up_no_sender(caplog: pytest.LogCaptureFixture) -> None:
-    """Unguarded, the scheduler of a decode engine waits without end once its prefill engine was killed."""
+    """Without a guard, a decode engine's scheduler waits forever once its prefill engine is killed."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as nobody_reads:
         guarded, lock = halves.guard_decode_socket((nobody_reads, "its lock"), object, "tcp://10.0.0.1:1")
         nobody_reads.setsockopt(zmq.SNDTIMEO, 1)
         guarded.send_multipart([b"ABORT", b"7"])
-        nobody_reads.setsockopt(zmq.SNDTIMEO, -1)  # without end
+        nobody_reads.setsockopt(zmq.SNDTIMEO, -1)  # forever
         guarded.send_multipart([b"ABORT", b"8"])
     assert lock == "its lock" and "10.0.0.1:1 is dropped" in caplog.text
 

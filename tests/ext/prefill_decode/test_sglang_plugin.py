@@ -1,4 +1,4 @@
-"""The plugin of prefill and decode engines, as slime's own engines and SGLang's entry points call it."""
+"""The plugin of prefill and decode engines, called like slime's engines and SGLang's entry points call it."""
 
 from __future__ import annotations
 

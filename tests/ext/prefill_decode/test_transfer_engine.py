@@ -1,4 +1,4 @@
-"""Memory written by a peer: values arrive, and nothing else is touched."""
+"""Memory written by a peer: values arrive, and nothing else changes."""
 
 from __future__ import annotations
 

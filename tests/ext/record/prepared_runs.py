@@ -1,9 +1,9 @@
-"""Runs with a known fault, written by the recorder as a job's processes write them.
+"""Runs with a known fault, written by the recorder like a job's processes write them.
 
     python -m tests.ext.record.prepared_runs FOLDER        all of them, each with its report
 
-A policy of one table of logits over the words of ``WORDS`` is trained by policy gradient to say "good": its tokens,
-log-probs and rewards are real, times and engines follow a script.
+A policy, one table of logits over ``WORDS``, is trained by policy gradient to say "good": its tokens,
+log-probs and rewards are real; times and engines follow a script.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.ext.record import recording
 NUM_STEPS, GROUPS, GROUP, START_S = 16, 8, 4, 1_790_000_000.0
 TRAIN_S, PUSH_S = 1.5, 0.2
 FAULT_STEP = 6
-"""The step, counted from 1, at which a fault that does not hold from the start begins."""
+"""The step, counted from 1, at which a fault that is not present from the start begins."""
 WORDS = ["<unk>", "<|user|>", "<|end|>", "good", "bad", "maybe", "indeed", "so", "very", "quite", "one", "two"]
 GOOD = WORDS.index("good")
 ENGINES = ("10.0.0.1:15000", "10.0.0.2:15000", "10.0.0.3:15000")
@@ -37,7 +37,7 @@ FAULTS = {
     "wrong template": {"chat template", "all-zero rewards"},
     "off-policy": {"mismatch", "entropy collapse"},
 }
-"""Fault -> the alarms that its report must have."""
+"""Fault -> the alarms that its report must show."""
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -50,7 +50,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_prepared_run(folder: Path, fault: str) -> Path:
-    """Write the run with this fault, one of ``FAULTS``, into ``folder``, which has its name."""
+    """Write the run with this fault, one of ``FAULTS``, into ``folder``, which is named after it."""
     model = folder / "hf"
     write_tokenizer(model)
     flags = {
@@ -91,9 +91,9 @@ def _step(
     logits: list[torch.Tensor],
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, float]:
-    """Record one step of the policy, ``logits[-1]``; return the next policy and when generation ended."""
+    """Record one step of the policy, ``logits[-1]``; return the next policy and the end of generation."""
     is_faulty = step + 1 >= FAULT_STEP
-    held = logits[FAULT_STEP - 1] if fault == "off-policy" and is_faulty else logits[-1]  # the push arrives no more
+    held = logits[FAULT_STEP - 1] if fault == "off-policy" and is_faulty else logits[-1]  # pushes no longer arrive
     samples = [_sample(fault, step, begin, i, held, generator) for i in range(GROUPS * GROUP)]
     rewards = torch.tensor([float(one.reward) for one in samples]).view(GROUPS, GROUP)
     advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
@@ -134,7 +134,7 @@ def _step(
 def _sample(
     fault: str, step: int, begin: float, index: int, logits: torch.Tensor, generator: torch.Generator
 ) -> Sample:
-    """Return an answer of the policy, and how long which engine took for it."""
+    """Return an answer of the policy, its engine and its duration."""
     length = 8 + int(torch.randint(5, (1,), generator=generator))
     if fault == "length hack":
         length += 2 * step + int(torch.randint(6, (1,), generator=generator))

@@ -1,4 +1,4 @@
-"""GPU-seconds by cause: values by hand, and nothing counted twice or left out."""
+"""GPU-seconds by cause: values by hand, with nothing counted twice or omitted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_recovery_counts_once_with_all_that_is_done_again_in_it():
     ]  # fmt: skip
     (seconds,) = gpu_seconds(spans, gpu_classes(4, 0, is_shared=False), [0, 10])
     assert seconds == {"forward": 8, "start and recovery": 24, "push and sleep": 4, "backward": 4}
-    # Engines go on while a trainer recovers, and not while their manager does.
+    # Engines continue while a trainer recovers, but not while their manager does.
     spans = [span("generation", 0, 10), span("recovery", 1, 3), span("manager_recovery", 5, 9), span("push", 8, 9)]
     (seconds,) = gpu_seconds(spans, gpu_classes(1, 2, is_shared=False), [0, 10])
     assert seconds == {"generation": 12, "start and recovery": 8 + 6, IDLE: 4}

@@ -1,4 +1,4 @@
-"""Each alarm on a run that has its fault, at its step; none on a healthy one."""
+"""Each alarm on a run with its fault, at its step; none on a healthy run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Grafana dashboard: its schema, and that a job's page has every metric that it asks for."""
+"""The Grafana dashboard: its schema, and that a job's page has every metric that it queries."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def log_rollout(path: Path, rollout_id: int) -> None:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MetricsPage]:
-    """A job's page with an engine and a router; theirs are recorded from real ones."""
+    """A job's page with an engine and a router; their pages are recorded from real ones."""
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     with ExitStack() as stack:
         engine, router = (stack.enter_context(serve((PAGES / name).read_text())) for name in ("engine", "router"))

@@ -1,4 +1,4 @@
-"""Two runs compared: the first step that differs in each thing that follows from the one before, and the page."""
+"""Comparing two runs: the first step that differs in each quantity, and the page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHANGES = ("data order", "sampled tokens", "reward", "packing", "engine's log-pr
 
 
 def write_run(folder, changed=(), **settings):
-    """Two optimizer steps a rollout; ``changed`` of :data:`CHANGES` is other from its rollout on."""
+    """Write two optimizer steps per rollout; ``changed`` of :data:`CHANGES` differs from its rollout on."""
     recording.start(Namespace(save=str(folder), lr=0.1, **settings), "driver", primary=True)
     for rollout_id in range(len(CHANGES)):
         other = {name for place, name in enumerate(CHANGES) if name in changed and place <= rollout_id}

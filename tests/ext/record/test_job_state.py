@@ -1,4 +1,4 @@
-"""What the manager says of its engines and routers."""
+"""The manager's report on its engines and routers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver's Prometheus page: what was logged, and the state of the engines as the manager tells it."""
+"""The driver's Prometheus page: logged metrics, and the engines' state as the manager reports it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ext.record.test_prometheus_page import fetch, samples
 
 
 class Job(TrainJob):
-    """The part of a driver that a sink asks, with a manager of its own."""
+    """The part of a driver that a sink uses, with its own manager."""
 
     def __init__(self, save: Path) -> None:
         names = [Namespace(name="aime")]

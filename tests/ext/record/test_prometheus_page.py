@@ -1,4 +1,4 @@
-"""The Prometheus page of a job: names, labels and sums by hand, pages of engines put in, and what fails left out."""
+"""The Prometheus page of a job: names, labels and sums by hand, included engine pages, and omitted failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No file of a record holds a secret."""
+"""No file of a record contains a secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``slime replay``: a recorded step is taken again to the bit; with a flag changed it is another one."""
+"""``slime replay``: a recorded step is repeated bit for bit; with a changed flag it differs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 
 NUM_STEPS = 3
 TP2 = "--actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel".split()
-NO_DROPOUT = ["--hidden-dropout", "0"]  # another layout draws other numbers
+NO_DROPOUT = ["--hidden-dropout", "0"]  # another layout draws other random numbers
 FLAGS = (
     "--lr 1e-3 --fp32 --num-rollout 7 --rollout-batch-size 4 --n-samples-per-prompt 2 --global-batch-size 4 "
     "--lr-decay-style cosine --weight-decay 0.1 --use-dynamic-batch-size --max-tokens-per-gpu 40 --use-kl-loss "
@@ -56,7 +56,7 @@ def train_on_two_ranks(rank: int, world_size: int, port: int, folder: str) -> No
 
 
 def clear_between_trainers() -> Callable[[], None]:
-    """Let trainers of this process share one default group; return what makes room for the next trainer."""
+    """Let trainers of this process share one default group; return a function that makes room for the next trainer."""
     import torch.distributed as dist
     from megatron.core import mpu
 
@@ -109,12 +109,12 @@ def train_and_replay(rank: int, world_size: int, port: int, folder: str) -> dict
 
 
 def replay_on_one_rank(rank: int, world_size: int, port: int, folder: str) -> list[int | str | None]:
-    """Replays of the run on two ranks in this process: its last step as it was, and with another clip range."""
+    """Replays of the run on two ranks in this process: its last step unchanged, and with another clip range."""
     leave = clear_between_trainers()
     codes: list[int | str | None] = []
     for number, changes in enumerate(([], ["--set", "eps_clip=0.01"])):
         leave()
-        sys.stdin = io.StringIO("continue\n")  # of the debugger
+        sys.stdin = io.StringIO("continue\n")  # for the debugger
         out = str(Path(folder, f"one{number}"))
         try:
             replay.main([str(Path(folder, "tp2")), "--step", "3", "--pdb", "--out", out, *changes])
@@ -124,7 +124,7 @@ def replay_on_one_rank(rank: int, world_size: int, port: int, folder: str) -> li
 
 
 def record_a_run(run: Path, model_flags: list[str], rank: int = 0, world_size: int = 1, port: int = 0) -> None:
-    """Three steps with a checkpoint after each, as a job records them; rank 0 records."""
+    """Three steps with a checkpoint after each, recorded as by a job; rank 0 records."""
     from slime.compose import parse_args
     from slime.ext.record.run_record import RecordSink
     from slime.observability import telemetry

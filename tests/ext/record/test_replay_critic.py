@@ -1,4 +1,4 @@
-"""What a run with a critic refuses to replay, before anything is started."""
+"""What a run with a critic refuses to replay, before anything starts."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def test_what_a_critic_cannot_do_is_refused_before_anything_starts(run, capsys, 
     with pytest.raises(SystemExit) as left:
         replay.main([str(run), *words])
     assert left.value.code == 2
-    *_, line = capsys.readouterr().err.splitlines()  # a test before may have set up logging, which warns here
+    *_, line = capsys.readouterr().err.splitlines()  # an earlier test may have set up logging, which warns here
     assert re.search(message, line)

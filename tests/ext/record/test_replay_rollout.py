@@ -1,4 +1,4 @@
-"""A rollout again: which groups it is given, by which flags, and what is said of its answers."""
+"""Repeating a rollout: its groups, its flags, and the comparison of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a run, its difference from another, and the same page served: on runs that the test writes."""
+"""The report of a run, its comparison with another, and the served page, on runs that the test writes."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_equal_groups_teach_where_nothing_compares_the_answers_of_a_group_alone(
 
 
 def write_run_with_pictures(folder, *, num_groups=4, side=64):
-    """A run whose samples have pictures: one of their group, and one of all."""
+    """A run whose samples have images: one per group, and one shared by all."""
     recording.start(Namespace(save=str(folder), value_origins={}), "rollout manager", primary=True)
     append_record(folder / "metrics.jsonl", {"rollout/step": 0})
     of_all = Image.new("RGB", (40, 20), (200, 30, 40))
@@ -230,7 +230,7 @@ def test_figures_of_a_rollout_are_over_all_of_its_samples(tmp_path):
         one.trace = answered(i, one.response_length)
     recording.dropped(samples[4:], "too easy")
     recording.rollout(0, samples[:4], None)
-    ratio = torch.tensor([9.0, 0.5, 1.5, 1.0]).log() - 1  # the first token of each is not trained on
+    ratio = torch.tensor([9.0, 0.5, 1.5, 1.0]).log() - 1  # the first token of each is not trained
     columns = {"trainer_log_probs": [ratio[:n] for n in reversed(lengths[:4])], "advantages": [torch.ones(n) for n in reversed(lengths[:4])]}  # fmt: skip  # noqa: E501
     recording.trained(0, 0, [3, 2, 1, 0], columns)
     recording.stop()
@@ -252,7 +252,7 @@ def test_a_version_is_overdue_once_it_has_answered_more_rollouts_than_it_may():
 
 
 def record_evaluations(folder) -> None:
-    """Two evaluations of two sets, one of which has the prompt of the training."""
+    """Two evaluations of two sets, one of which shares a training prompt."""
     recording.start(Namespace(save=str(folder), value_origins={}), "rollout manager", primary=True)
     for rollout_id in (None, 3):
         sets = {
@@ -292,7 +292,7 @@ def test_answers_of_evaluations_are_shown_and_change_no_figure_no_difference_and
         "a prompt",
         "answer",
         "answer",
-    ]  # the prompt of an evaluation has a history of its own
+    ]  # an evaluation prompt has a separate history
 
 
 @pytest.mark.parametrize("kind", ["rollout", "train"])  # a plug-in may log rollouts elsewhere
@@ -311,7 +311,7 @@ def test_the_evaluation_before_training_is_where_the_curve_begins(tmp_path, kind
 
 
 def answered(index: int, tokens: int) -> dict:
-    """A request that took a second, at one of two engines; the slow one takes ten."""
+    """A request that took a second at one of two engines; the slow one takes ten."""
     name, span_id, slow = "sglang_generate", str(index), index in (1, 3)
     attrs = {"engine": "slow:1" if slow else "fast:1", "completion_tokens": tokens}
     start = {"type": "span_start", "name": name, "ts": 1000.0, "span_id": span_id, "attrs": {}}

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: config with origins and without secrets, events, spans, samples."""
+"""The files of a run: config with origins and without secrets, events, spans, samples."""
 
 from __future__ import annotations
 

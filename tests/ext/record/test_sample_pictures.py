@@ -1,4 +1,5 @@
-"""Small copies of pictures in recorded samples: bounds, each once in a file, and what a report may show of a file."""
+"""Small copies of images in recorded samples: bounds, no duplicates in a file, and what a report may show of a
+file."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_what_is_no_picture_has_no_copy() -> None:
 
 
 def png_of(width: int, height: int, data: bytes = b"") -> bytes:
-    """A PNG file of a few bytes that says it has these sizes."""
+    """A PNG file of a few bytes that claims these sizes."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))

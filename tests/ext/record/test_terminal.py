@@ -1,4 +1,4 @@
-"""What the command-line tools print of other people's runs is text, and never an order to the terminal."""
+"""Command-line tools print other people's runs as text, never as terminal control sequences."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_tool_prints_through_say_alone(name):
 
 
 def only_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines that were printed; none of them moves the cursor or begins as one that the text of a run forged."""
+    """The printed lines; none moves the cursor or begins with a line that the run's text forged."""
     out, err = capsys.readouterr()
     lines = (out + err).split("\n")
     assert all(line.isprintable() and not line.startswith("== fake") for line in lines)

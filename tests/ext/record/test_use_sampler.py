@@ -1,4 +1,4 @@
-"""How busy GPUs and engines are becomes metrics of a rollout; without a GPU nothing is read."""
+"""Utilization of GPUs and engines becomes rollout metrics; without a GPU nothing is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = '# TYPE sglang:{name} gauge\nsglang:{name}{{tp_rank="0"}} {value}\n'
 
 
 class Nvml:
-    """Two GPUs of the job, one that is not, and one cut into instances, by the functions of pynvml."""
+    """Two GPUs of the job, one of another, and one split into MIG instances, with pynvml's functions."""
 
     NVMLError = KeyError
     use = {0: 20, 1: 60, 2: 90}  # noqa: RUF012
@@ -43,7 +43,7 @@ def own_folder(tmp_path, monkeypatch):
 
 
 def engines() -> JobState:
-    """Two engines that answer, one that does not."""
+    """Two engines that answer, and one that does not."""
     pages = [PAGE.format(name="token_usage", value=0.5), PAGE.format(name="token_usage", value=0.75), ""]
     labels = [{"engine": str(number), "worker_type": "regular"} for number in range(3)]
     return JobState(pages=[PageSource("", label, text) for label, text in zip(labels, pages, strict=True)])

@@ -1,4 +1,4 @@
-"""What follows from the flags of restarts, by hand."""
+"""Settings derived from the restart flags, by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines lend their memory to a trainer that starts again, once no request is answered without it."""
+"""Engines lend their memory to a restarting trainer, once no request needs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout manager that dies while it generates, without Ray: what the one in its place is asked, in which order."""
+"""A rollout manager that dies while it generates, without Ray: its replacement's requests, in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DIED = EngineDiedError("the rollout manager died")
 
 
 class Manager:
-    """A reference is what was asked for; the first manager's answers never come."""
+    """A reference is the name of the request; the first manager's answers never come."""
 
     def __init__(self, name: str) -> None:
         self.generate = Namespace(remote=lambda rollout_id: f"{name} generates {rollout_id}")
@@ -82,7 +82,7 @@ def test_a_rank_that_dies_meanwhile_is_noticed_when_its_train_data_is_there_agai
 
 
 def test_train_data_that_is_lost_with_the_manager_while_the_trainer_starts_again_ends_nothing(job, monkeypatch):
-    """The manager owned it: what a rank reports then is the lost object, and Ray knows of the death behind it."""
+    """The manager owned the data: a rank reports the lost object, and Ray knows of the death behind it."""
     lost = [OwnerDiedError("object", "owner", "here")]
     waits = job._wait_for_engines
     monkeypatch.setattr(job, "_wait_for_engines", lambda *args, **kw: _die(lost) or waits(*args, **kw))

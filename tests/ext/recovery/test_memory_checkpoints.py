@@ -1,4 +1,5 @@
-"""Copies of ranks in the memory of keepers, over a real (private) Ray: what counts after a death, and what is lost."""
+"""Copies of ranks in the memory of keepers, over a real (private) Ray: what is valid after a death, and what is
+lost."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from slime.utils.errors import DataError, EngineDiedError
 
 pytestmark = pytest.mark.dist
 
-# Ray's workers cannot import a test module by its name: its classes travel as code.
+# Ray's workers cannot import a test module by name, so its classes are sent as code.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 CHUNK = memory_checkpoints.CHUNK_BYTES
@@ -35,7 +36,7 @@ def cluster():
 
 
 def tensors_after(rank: int, rollout_id: int) -> dict[str, torch.Tensor]:
-    """More than a chunk, and a number, different for every rank and rollout."""
+    """More than one chunk, and a number, different for every rank and rollout."""
     generator = torch.Generator().manual_seed(100 * rank + rollout_id)
     many = torch.randint(0, 255, (CHUNK + 1000,), generator=generator, dtype=torch.uint8)
     return {"many": many, "one": torch.tensor(rank + rollout_id / 10), "none": torch.zeros(0, 3)}
@@ -67,7 +68,7 @@ class _Rank(CopyingRank):
         return super().send_copy(number, keepers, counting, timeout_s)
 
     def holds(self, rollout_id: int) -> bool:
-        """Whether the state is the one after a rollout, to the bit."""
+        """Whether the state is the one after a rollout, bit for bit."""
         expected = tensors_after(self.worker.rank, rollout_id)
         tensors, values = self.worker.state_copy.read()
         is_same = all(tensors[name].equal(tensor) for name, tensor in expected.items())
@@ -95,7 +96,7 @@ def living(cluster) -> list[Any]:
 
 @pytest.fixture
 def ranks(living) -> list[Any]:
-    """Two ranks without a state; what they know of it is gone as if they were new."""
+    """Two ranks without a state, like new ones."""
     return anew(living)
 
 
@@ -118,7 +119,7 @@ def test_new_ranks_get_the_last_state_of_those_before_them(ranks, copies):
     anew(ranks)
     assert copies.fetch(ranks) == 2
     assert ask([rank.holds.remote(2) for rank in ranks]) == [True, True]
-    # They go on, and the keeper takes what comes next beside what counts.
+    # They continue, and the keeper stores the next copy beside the valid one.
     train(copies, ranks, 3)
     copies.finish_before(4)
     assert copies.newest == 3
@@ -134,7 +135,7 @@ def test_an_actor_and_its_critic_go_back_to_the_last_rollout_that_both_were_copi
     assert (copies.fetch([actor]), copies.fetch([critic], first=1)) == (0, 0)
     assert ask([rank.holds.remote(0) for rank in ranks]) == [True, True]
     (keeper,) = copies._keepers.values()
-    damage(keeper)  # of the critic's, which is seen when the actor has taken its own
+    damage(keeper)  # of the critic's, noticed after the actor has loaded its own
     anew(ranks)
     assert (copies.fetch([actor]), copies.fetch([critic], first=1)) == (0, None)
     assert copies.fetch([actor]) is None
@@ -151,14 +152,14 @@ def test_a_death_in_the_middle_of_a_copy_leaves_every_rank_with_the_one_before(r
     ranks = [ranks[0], Rank.remote(1)]
     assert copies.fetch(anew(ranks)) == 0
     assert ask([rank.holds.remote(0) for rank in ranks]) == [True, True]
-    # The first rank had sent the whole of the lost one; it does not take the place of the one that counts.
+    # The first rank had sent all of the lost copy; it does not replace the valid one.
     train(copies, ranks, 1)
     assert copies.fetch(anew(ranks)) in (0, 1)
     assert ask([rank.holds.remote(copies.newest) for rank in ranks]) == [True, True]
 
 
 def damage(keeper: Any) -> None:
-    """One bit of the second rank's copy changes."""
+    """Flip one bit of the second rank's copy."""
 
     def flip(held: Any) -> None:
         held._copies[1][-1].data[CHUNK + 17] ^= 1

@@ -1,4 +1,4 @@
-"""A rank's own state on its host and back: the parts of a checkpoint, to the bit, and no file is read."""
+"""Copying a rank's state to its host and back: the parts of a checkpoint, bit for bit, without files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def copy_and_go_on(folder: str) -> None:
         for chunk in parts[0]:
             for buffer_name, buffer in chunk.named_buffers():
                 if "expert_bias" in buffer_name:
-                    buffer.add_(0.25)  # as training moves it
+                    buffer.add_(0.25)  # as training changes it
             for frozen in chunk.parameters():
                 if not frozen.requires_grad:
                     frozen.data.add_(0.5)

@@ -1,4 +1,4 @@
-"""SIGTERM to a driver: what ends first, what is saved, and when it leaves with nothing saved."""
+"""SIGTERM to a driver: what ends first, what is saved, and when it exits without saving."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_step_or_a_save_that_takes_longer_than_the_grace_is_left(notice, caplo
 
 def test_sigterm_that_a_process_of_the_job_got_too_is_not_taken_for_its_death(notice, monkeypatch):
     class Ref:
-        """Of a call."""
+        """The reference of a call."""
 
     rollout, sentinel = Ref(), Ref()
 
@@ -89,7 +89,7 @@ def test_sigterm_that_a_process_of_the_job_got_too_is_not_taken_for_its_death(no
 
 
 class Trainer:
-    """Notes its calls."""
+    """Records its calls."""
 
     checkpoints = Namespace(last=None)
 

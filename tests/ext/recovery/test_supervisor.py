@@ -1,4 +1,4 @@
-"""A driver that fails is started again; one that ended for good is not."""
+"""A failed driver is restarted; one that ended permanently is not."""
 
 from __future__ import annotations
 

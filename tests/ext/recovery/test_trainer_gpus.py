@@ -1,4 +1,4 @@
-"""The trainer's GPUs after a node has died, with a table in Ray's place: own ones, those in reserve, none."""
+"""The trainer's GPUs after a node has died, with a table in place of Ray: its own, spare ones, none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUP: Any = "the placement group"
 
 
 class Cluster:
-    """Ray's table of bundles; seconds pass while somebody waits."""
+    """Ray's table of bundles; time passes while somebody waits."""
 
     def __init__(self) -> None:
         self.table = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c", 5: "c"}
@@ -47,7 +47,7 @@ def cluster(monkeypatch) -> Cluster:
 
 
 def gpus(spare_nodes: int) -> TrainerGpus:
-    """Two ranks on node a, an engine on b, and c in reserve, or nobody's."""
+    """Two ranks on node a, an engine on b, and c as spare, or unused."""
     args = Namespace(
         actor_num_nodes=1, actor_num_gpus_per_node=2, spare_nodes=spare_nodes, cluster_wait_timeout_s=60.0
     )
@@ -62,7 +62,7 @@ def test_ranks_whose_node_lives_start_where_they_were_at_once(cluster):
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_node_that_does_not_come_back_is_left_for_the_reserve_and_is_the_reserve_then(cluster, is_known):
-    """Whether Ray knows of the death, or the node takes no connection."""
+    """Whether Ray knows of the death, or the node refuses connections."""
     found = gpus(1)
     if is_known:
         cluster.table |= {0: "", 1: ""}
@@ -72,7 +72,7 @@ def test_a_node_that_does_not_come_back_is_left_for_the_reserve_and_is_the_reser
     assert cluster.now_s == trainer_gpus.NODE_RETURN_S
     cluster.silent.add("c")
     cluster.events = {12.0: {0: "d", 1: "d"}}
-    assert found.find_again() == GpuSlice(GROUP, [0, 1], [7, 6])  # as the tasks on the new node say
+    assert found.find_again() == GpuSlice(GROUP, [0, 1], [7, 6])  # according to the tasks on the new node
 
 
 def test_a_node_that_comes_back_in_time_is_taken_in(cluster):
@@ -107,7 +107,7 @@ def test_without_a_node_the_run_ends_with_what_is_missing(cluster):
         ([8, 9], {0, 1, 2, 3, 8, 9}, [0, 1, 2, 3]),
         ([8, 9], {0, 1, 8, 9}, [0, 1, 8, 9]),
         ([8, 9], {1, 2, 3, 8, 9}, [8, 1, 2, 3]),
-        ([8, 9], {0, 1, 9}, None),  # the node in reserve died as well, but for one GPU
+        ([8, 9], {0, 1, 9}, None),  # the spare node died as well, except for one GPU
         ([], {0, 1}, None),
         ([], {0, 1, 2, 3}, [0, 1, 2, 3]),
     ],

@@ -21,7 +21,7 @@ from slime.utils.errors import EngineDiedError, HangError, StepError
 
 
 class Trainer:
-    """Weights are the list of what was trained; a checkpoint is a copy of it."""
+    """Weights are the list of trained rollouts; a checkpoint is a copy of it."""
 
     names = ["actor rank 0"]
 
@@ -85,7 +85,7 @@ def notice(monkeypatch) -> Preemption:
 
 
 def together(train: Any, *trainers: Any) -> Any:
-    """The trainers of a job, which train as ``train`` does."""
+    """The trainers of a job, which train like ``train``."""
     names = [name for trainer in trainers for name in trainer.names]
     return Namespace(actor=trainers[0], all=list(trainers), names=names, train=train)
 
@@ -128,7 +128,7 @@ def test_from_copies_in_memory_only_what_came_after_them_is_trained_again(traine
     again = {1: [], 2: [2], 4: [0, 1, 2]}[copy_every]
     assert taken == [0, 1, 2, *again, 3, 4, 5]
     assert trainer.weights == [0, 10, 20, 30, 40, 50]
-    assert len(job._trained) == 6  # until a checkpoint: the copies may be lost
+    assert len(job._trained) == 6  # kept until a checkpoint, because the copies may be lost
 
 
 def test_a_death_that_no_wait_noticed_is_found_and_made_good(trainer):
@@ -278,7 +278,7 @@ def test_a_rank_that_hangs_is_treated_like_one_that_died(trainer, mode):
 
 
 def in_vain() -> str:
-    """Return gloo's error at a rank that waits in vain for another."""
+    """Return gloo's error on a rank that waits in vain for another."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     stores = [dist.TCPStore("127.0.0.1", port, 2, is_master=not rank, wait_for_workers=False) for rank in range(2)]
@@ -328,7 +328,7 @@ def test_a_rollback_leaves_the_rollout_out_and_what_came_after_the_checkpoint(tr
     assert not job.must_save
     job.train(5, "NaN")  # type: ignore[arg-type]
     assert (trainer.weights, job.must_save, job.is_down) == (kept, True, False)
-    trainer.is_dead = True  # before the save that makes it last
+    trainer.is_dead = True  # before the save that makes it permanent
     save(job, trainer, 5)
     assert (trainer.weights, job.must_save) == (kept, False)
     trainer.is_dead = True

@@ -45,7 +45,7 @@ def test_with_fp32_moments_it_is_torchs_adamw() -> None:
 @pytest.mark.parametrize(("first", "second"), [(BF16, BF16), (FP16, FP16), (BF16, FP32), (FP32, FP16)])
 @pytest.mark.parametrize("scale", [1.0, 1e-7])
 def test_narrow_moments_move_weights_as_fp32_ones_do(first: torch.dtype, second: torch.dtype, scale: float) -> None:
-    """Also with gradients of 1e-7, whose squares lie below the range of fp16."""
+    """Also with gradients of 1e-7, whose squares are below the range of fp16."""
     start, expected, found = weights(), weights(), weights()
     train(torch_adam(expected), expected, gradients(50, scale=scale))
     train(adam(found, first, second), found, gradients(50, scale=scale))
@@ -54,7 +54,7 @@ def test_narrow_moments_move_weights_as_fp32_ones_do(first: torch.dtype, second:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_the_second_moment_goes_on_growing_by_a_thousandth_a_step(dtype: torch.dtype) -> None:
-    """v after 2,000 steps of g = 1 is 1 - 0.999 ** 2000 = 0.8648; rounded to the nearest, bf16 stops at 0.25."""
+    """v after 2,000 steps of g = 1 is 1 - 0.999 ** 2000 = 0.8648; rounded to nearest, bf16 stops at 0.25."""
     parameter = torch.zeros(4 * BLOCK)
     optimizer = adam(parameter, dtype, dtype, lr=0.0)
     nearest = torch.zeros((), dtype=dtype)

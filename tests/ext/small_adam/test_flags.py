@@ -1,4 +1,4 @@
-"""Which settings of small Adams are refused, and which part of a job they ask for."""
+"""Which settings of small Adams are refused, and which part of a job they require."""
 
 from __future__ import annotations
 

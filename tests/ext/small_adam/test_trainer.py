@@ -1,4 +1,4 @@
-"""Small Adams in a trainer: what their flags need, how they step, what a checkpoint and a sleep keep of them."""
+"""Small Adams in a trainer: what their flags need, how they step, and what a checkpoint and a sleep keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each tracker holds after a run, read back with its own reader."""
+"""What each tracker holds after a run, read with its own reader."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_wandb_offline_has_metrics_config_and_the_samples_as_a_table(tmp_path):
     [file] = (tmp_path / "w").rglob("run-r1.wandb")
     records = wandb_records(file)
     updates = [item for record in records for item in (*record.run.config.update, *record.config.update)]
-    config = {item.key: item.value_json for item in updates}  # of the run's start, and of what came a moment later
+    config = {item.key: item.value_json for item in updates}  # from the run's start, and from a moment later
     logged = {item.nested_key[0]: item.value_json for record in records for item in record.history.item}
     assert float(config["lr"]) == 1e-6 and "secret-of-mine" not in str(config)
     assert logged["rollout/raw_reward"] == "0.5" and logged["rollout/step"] == "4"
@@ -140,7 +140,7 @@ def wandb_records(file: Path) -> list[Any]:
         length, kind = struct.unpack_from("<HB", data, at + 4)
         part += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # complete, or the last part
             records.append(Record.FromString(part))
             part = b""
     return records
@@ -200,4 +200,4 @@ def test_a_key_of_wandb_on_the_command_line_is_advised_against(caplog, monkeypat
     args.wandb_key = "k3y"
     derive_wandb_key(args)
     assert "--wandb-key-file" in caplog.text and "k3y" not in caplog.text
-    assert args.driver_variables == ["WANDB_API_KEY"]  # which leaves the environment of the job
+    assert args.driver_variables == ["WANDB_API_KEY"]  # which leaves the job's environment

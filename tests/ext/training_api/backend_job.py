@@ -2,7 +2,7 @@
 
     backend_job.py FOLDER work|deaths [flags]
 
-writes what it saw to FOLDER/seen.json; run by ``test_backend_job``.
+writes its observations to FOLDER/seen.json; run by ``test_backend_job``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from slime.utils.errors import EngineError
 
 TAG = "SLIME_TEST_JOB"
 REPLACED_S = 400
-"""For another engine to serve in the place of a dead one, on a machine with a load of ten."""
+"""Seconds until another engine serves in place of a dead one, on a machine with a load of ten."""
 
 
 def datum(seed: int, length: int = 12) -> Datum:
@@ -46,7 +46,7 @@ def datum(seed: int, length: int = 12) -> Datum:
 
 
 def kill(pattern: str) -> None:
-    """SIGKILL to the processes of this job with such a name."""
+    """SIGKILL the processes of this job with such a name."""
     for process in psutil.process_iter(["cmdline"]):
         try:
             if process.environ().get(TAG) == os.environ[TAG] and pattern in " ".join(process.info["cmdline"] or ()):

@@ -6,7 +6,7 @@ import pytest
 
 from slime.utils.torchvision_package import import_torchvision
 
-import_torchvision()  # before what has transformers look for it, once: peft and tiny_qwen3
+import_torchvision()  # before transformers looks for it: peft and tiny_qwen3
 
 from tests.e2e.tiny_qwen3 import save_tiny_model  # noqa: E402
 

@@ -1,6 +1,6 @@
-"""A backend in one process, of transformers and PEFT: what the service is tested on, and what numbers must be.
+"""A backend in one process with transformers and PEFT: the tests' service, and the reference for its numbers.
 
-Each model is a PEFT model of its own, so that nothing of one client can reach another.  Sequences run one by one,
+Each model is a separate PEFT model, so that clients cannot affect each other.  Sequences run one by one,
 without padding.
 """
 
@@ -36,7 +36,7 @@ from slime.ext.training_api.backend import (
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 SCALE = 2.0
-"""Of an adapter's output: alpha over rank."""
+"""Scale of an adapter's output: alpha over rank."""
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]
@@ -48,12 +48,12 @@ def cross_entropy(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 def importance_sampling(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """``- sum(ratio * advantages)``, ratio = exp(logprobs - those of the sampler)."""
+    """``- sum(ratio * advantages)``, ratio = exp(logprobs - sampler's)."""
     return -(torch.exp(logprobs - inputs["logprobs"]) * inputs["advantages"]).sum()
 
 
 def clip_range(inputs: Inputs, config: Config) -> tuple[Tensor | float, Tensor | float]:
-    """The bounds of a ratio: a datum's own, else those of the request, else 0.8 and 1.2."""
+    """The bounds of a ratio: a datum's own, else the request's, else 0.8 and 1.2."""
     low, high = "clip_low_threshold", "clip_high_threshold"
     return inputs.get(low, config.get(low, 0.8)), inputs.get(high, config.get(high, 1.2))
 
@@ -76,7 +76,7 @@ def cispo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 def dro(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """``- sum(logprobs * A - beta / 2 * (logprobs - those of the sampler)^2)``, beta 0.05 by default."""
+    """``- sum(logprobs * A - beta / 2 * (logprobs - sampler's)^2)``, beta 0.05 by default."""
     distance = (logprobs - inputs["logprobs"]) ** 2
     return -(logprobs * inputs["advantages"] - 0.5 * config.get("beta", 0.05) * distance).sum()
 
@@ -97,7 +97,7 @@ LOSSES: dict[str, Callable[[Tensor, Inputs, Config], Tensor]] = {
     "dro": dro,
     "gspo": gspo,
 }
-"""``tinker``'s name of a loss -> its value on one datum; a request's is the sum."""
+"""``tinker``'s name of a loss -> its value on one datum; a request's loss is the sum."""
 
 
 @dataclass
@@ -121,7 +121,7 @@ class ReferenceBackend(Backend):
     """Serves one Hugging Face folder, in fp32 on the CPU.
 
     Args:
-        pause_s: what each call waits before its work, for tests that need requests to meet.
+        pause_s: seconds that each call waits before its work, for tests in which requests must meet.
     """
 
     def __init__(self, hf_checkpoint: str | Path, *, pause_s: float = 0.0) -> None:
@@ -169,13 +169,13 @@ class ReferenceBackend(Backend):
         return PassResult(outputs, {"loss:sum": total})
 
     def logprobs(self, model: torch.nn.Module, datum: Datum) -> Tensor:
-        """Of the targets, in their shape: [T] or [T, K]."""
+        """Log-probs of the targets, in their shape: [T] or [T, K]."""
         targets = torch.tensor(datum.inputs["target_tokens"])
         table = model(torch.tensor([datum.tokens])).logits[0].log_softmax(-1)
         return table.gather(1, targets.reshape(len(targets), -1)).reshape(targets.shape)
 
     def gradients(self, model_id: str) -> dict[str, Tensor]:
-        """What has added up since the last step, by PEFT's names."""
+        """Gradients accumulated since the last step, by PEFT's names."""
         return {name: gradient.clone() for name, gradient in self.models[model_id].gradients().items()}
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The service on the reference backend, in a thread of the test, and real clients of it."""
+"""The service with the reference backend, in a thread of the test, and real clients of it."""
 
 from __future__ import annotations
 

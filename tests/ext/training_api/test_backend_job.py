@@ -1,4 +1,4 @@
-"""The backend in a real job on two CPU cores: numbers of trainer and engine, and what a death ends."""
+"""The backend in a real job on two CPU cores: numbers of trainer and engine, and the effects of deaths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLAGS = """
 
 
 def run_job(folder: Path, scenario: str) -> tuple[torch.nn.Module, dict[str, Any], Job]:
-    """Run ``backend_job``; return its base model, what it saw, and the job, which has ended."""
+    """Run ``backend_job``; return its base model, its observations, and the finished job."""
     model = save_tiny_model(folder / "hf", 1)
     folders = ["--hf-checkpoint", str(folder / "hf"), "--training-api-dir", str(folder / "states")]
     flags = [str(folder), scenario, *folders, *FLAGS.split()]

@@ -1,4 +1,4 @@
-"""The client of the index, unmodified, on the service: loops that learn, states, samples, and what goes wrong."""
+"""The client of the package index, unmodified, with the service: loops that learn, states, samples, and errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def text_datum(tokens: list[int]) -> types.Datum:
 
 
 def steps(model: tinker.TrainingClient, data: list[types.Datum], number: int) -> list[float]:
-    """The losses of some steps, both requests of each sent before an answer is read."""
+    """The losses of some steps; both requests of each are sent before an answer is read."""
     losses = []
     for _ in range(number):
         passed, stepped = model.forward_backward(data, "cross_entropy"), model.optim_step(ADAM)
@@ -60,7 +60,7 @@ def steps(model: tinker.TrainingClient, data: list[types.Datum], number: int) ->
 
 
 def copied(model: tinker.TrainingClient, tokens: list[int]) -> float:
-    """The share of tokens that the model continues a text with, each after the right ones."""
+    """The share of right tokens when the model continues a text, each after the right ones."""
     sampler = model.save_weights_and_get_sampling_client().result()
     found = sampler.sample(prompt(tokens[:1]), 1, types.SamplingParams(max_tokens=len(tokens) - 1, temperature=0))
     drawn = found.result().sequences[0].tokens

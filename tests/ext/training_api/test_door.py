@@ -1,4 +1,4 @@
-"""Who may ask the training service."""
+"""Who may use the training service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients, trainers and servers that go in the middle: a request has a result or an error, and nothing is half."""
+"""Clients, trainers and servers that disappear: a request has a result or an error, and nothing is half done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ext.training_api.test_client import ADAM, TEXT, steps, text_datum, tr
 
 
 class Failing(ReferenceBackend):
-    """Fails the passes that tell it to by their first token."""
+    """Fails the passes whose first token says so."""
 
     async def passes(self, requests: Sequence[PassRequest]) -> list[PassResult | Exception]:
         tokens = {request.data[0].tokens[0] for request in requests}
@@ -88,7 +88,7 @@ def test_a_client_that_vanishes_leaves_only_what_it_saved(tiny_model: Path, tmp_
         steps(model, [text_datum(TEXT)], 1)
         path = model.save_state("kept").result().path
         model.save_weights_and_get_sampling_client().result()
-        client.holder.close()  # no heartbeat any more, and no farewell
+        client.holder.close()  # no more heartbeats, and no goodbye
         wait_until(lambda: not backend.models and not backend.samplers)
         assert served.rest().list_sessions().result().sessions == []
         assert [one.tinker_path for one in served.rest().list_user_checkpoints().result().checkpoints] == [path]
@@ -106,7 +106,7 @@ def test_a_server_that_starts_again_has_every_saved_state_and_says_what_is_gone(
         path, sampler = model.save_state("kept").result().path, model.save_weights_for_sampler("s").result().path
         after = steps(model, [text_datum(TEXT)], 2)
         torn = served.service.checkpoints.next_place(model.model_id, TRAINING, "torn", overwrite=False)
-        served.service.checkpoints.announce(torn)  # as a server does that is killed while it saves
+        served.service.checkpoints.announce(torn)  # like a server that is killed while it saves
     with serve(ReferenceBackend(tiny_model), tiny_model, tmp_path) as served, served.client() as client:
         listed = served.rest().list_user_checkpoints().result().checkpoints
         assert {one.tinker_path for one in listed} == {path, sampler}
@@ -136,7 +136,7 @@ def test_a_key_sees_what_it_made_and_nobody_comes_without(tiny_model: Path, tmp_
 
 
 def test_requests_in_any_order_and_twice_are_done_once_in_theirs(tiny_model: Path, tmp_path: Path) -> None:
-    """What the client does over a bad connection, by its own messages."""
+    """What the client does over a bad connection, with its own messages."""
     backend = ReferenceBackend(tiny_model)
     with serve(backend, tiny_model, tmp_path, request_timeout_s=1.5) as served, served.client() as client:
         model, twin = (trained(client, served, 1) for _ in range(2))

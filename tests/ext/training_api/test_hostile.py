@@ -1,4 +1,4 @@
-"""Bodies that no client sends: each gets an answer that names the field, and the service goes on."""
+"""Bodies that no client sends: each gets an error that names the field, and the service keeps running."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BIG = 10**30
 
 
 class Raw:
-    """A client of plain HTTP with a session and a model."""
+    """A plain HTTP client with a session and a model."""
 
     def __init__(self, served: Served) -> None:
         self.url, self.name = f"{served.url}/api/v1", served.service.settings.model_name

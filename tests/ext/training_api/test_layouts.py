@@ -1,4 +1,4 @@
-"""Adapters of many clients on several ranks against one, and their states from one layout in another."""
+"""Adapters of many clients on several ranks against one, and loading one layout's states in another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TP2 = ("--tensor-model-parallel-size", 2)
 def life(
     rank: int, world_size: int, port: int, model: str, flags: tuple[object, ...], saved: str, loaded: str
 ) -> tuple[list[Any], dict[str, Any]] | None:
-    """Two clients of a trainer: what rank 0 knows of their passes, norms and last numbers."""
+    """Two clients of a trainer: rank 0's results of their passes, norms and last numbers."""
     from slime.ext.training_api.adapter_trainer import AdapterTrainer
     from slime.ext.training_api.backend import AdamParams, LoraSpec
     from tests.ext.training_api.test_trainer import request
@@ -69,7 +69,7 @@ def test_passes_steps_and_states_do_not_depend_on_the_layout(tmp_path: Path) -> 
         found, read = result
         for one, other in zip(found, alone, strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5, err_msg=name)
-        # A state that one rank wrote is the same, to the bit, on two.
+        # A state written by one rank is bitwise the same on two.
         assert read.keys() == numbers.keys()
         for key, value in numbers.items():
             np.testing.assert_array_equal(read[key], value, err_msg=f"{name} {key}")

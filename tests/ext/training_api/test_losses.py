@@ -1,4 +1,4 @@
-"""The clients' losses against hand values and the trainer's own formulas; what a pass is refused for."""
+"""The clients' losses against values by hand and the trainer's own formulas, and refused passes."""
 
 from __future__ import annotations
 

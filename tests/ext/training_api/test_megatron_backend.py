@@ -1,4 +1,4 @@
-"""What the real backend refuses and clears away before it starts trainer and engines."""
+"""What the real backend refuses and removes before it starts trainer and engines."""
 
 from __future__ import annotations
 

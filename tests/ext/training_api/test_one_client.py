@@ -1,4 +1,4 @@
-"""What one client, one bad body or one error must not cost: answers, other clients, memory."""
+"""One client, one bad body or one error must not affect answers, other clients or memory."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from tests.eventually import until
 
 ME = "me"
 LIMIT_S = 20.0
-"""For what must come."""
+"""Deadline for expected events, in seconds."""
 
 
 class Recording(Backend):
-    """Keeps which models and samplers there are; each call does what ``then`` has for it before it succeeds."""
+    """Records which models and samplers exist; each call runs its entry of ``then`` before it succeeds."""
 
     def __init__(self, then: dict[str, Callable[[], Any]]) -> None:
         self.then = then
@@ -340,7 +340,7 @@ async def test_a_snapshot_of_a_number_that_was_used_leaves_no_adapter_behind(tmp
         assert await error_of(client.snapshot(model_id, 3, 1)) == "None"
         backend.then["drop_sampler"] = fail_once(backend)
         await served.end_session(client.session, "its client closed it.")
-        assert len(backend.samplers) == 1  # the one whose end failed
+        assert len(backend.samplers) == 1  # the one whose removal failed
 
 
 def fail_once(backend: Recording) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""The trainer of many adapters against transformers and PEFT, and against itself with other clients beside."""
+"""The trainer of many adapters against transformers and PEFT, and against itself with other clients present."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def ours(world: tuple[Namespace, Any, Path]) -> AdapterTrainer:
 
 
 def make_data(loss: str, seed: int = 0, lengths: tuple[int, ...] = (5, 1, 17, 30, 9), k: int = 0) -> list[Datum]:
-    """Data with every input that the loss may have; the sampler's log-probs are far enough away to be clipped."""
+    """Data with every input that a loss may have; the sampler's log-probs are far enough away to be clipped."""
     draw = np.random.default_rng(seed)
     data = []
     for length in lengths:
@@ -144,7 +144,7 @@ def test_a_forward_pass_gives_the_same_log_probs_and_no_gradient(ours: AdapterTr
 
 
 def life(ours: AdapterTrainer, model_id: str, seed: int) -> list[Any]:
-    """The steps of a client, as calls to make one by one, each giving numbers."""
+    """The steps of a client as single calls, each returning numbers."""
     lengths = tuple(random.Random(seed).choices(range(1, 40), k=6))
     spec = LoraSpec(2 + seed % 3, seed=seed, train_attn=seed != 1)
     calls: list[Any] = [lambda: ours.add(model_id, spec)]
@@ -185,7 +185,7 @@ def state_of(ours: AdapterTrainer, model_id: str) -> list[Tensor]:
 
 
 def test_packs_of_several_clients_change_no_bit_of_each(world: tuple[Namespace, Any, Path]) -> None:
-    """Requests of three clients in one call against those of each in calls of its own, micro-batches packed."""
+    """Requests of three clients in one call against each client's in separate calls, with packed micro-batches."""
     packed = AdapterTrainer(*world[:2], packs_clients=True)
     together: list[list[Any]] = [[], [], []]
     names, rows = ["x", "y", "z"], []
@@ -208,7 +208,7 @@ def test_packs_of_several_clients_change_no_bit_of_each(world: tuple[Namespace, 
         for name in names:
             packed.step(name, ADAM)
     hook.remove()
-    assert len(rows) < 2 * 3 * 5  # packs: two steps of three clients
+    assert len(rows) < 2 * 3 * 5  # packed: two steps of three clients
     assert set(rows) == {world[0].max_tokens_per_gpu}
     after = [state_of(packed, name) for name in names]
     for seed, name in enumerate(names):

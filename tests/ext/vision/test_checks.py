@@ -1,4 +1,4 @@
-"""Flags that do not go with the tower of a checkpoint, or with one that has none."""
+"""Flags that conflict with the checkpoint's vision tower, or with its absence."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_run_on_text_imports_nothing_of_towers(tmp_path: Path, monkeypatch: py
         ({"pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 2}, 1),
         ({"pipeline_model_parallel_size": 2, "account_for_embedding_in_pipeline_split": True}, 1),
         ({"virtual_pipeline_model_parallel_size": 3}, 1),
-        ({"decoder_last_pipeline_num_layers": 2}, None),  # of one stage, which another check refuses
+        ({"decoder_last_pipeline_num_layers": 2}, None),  # with one stage; another check refuses it
         ({"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 2}, None),
         ({}, None),
     ],
@@ -47,7 +47,7 @@ def test_a_run_on_text_imports_nothing_of_towers(tmp_path: Path, monkeypatch: py
 def test_layers_that_take_features_are_on_the_first_stage(
     tmp_path: Path, split: dict[str, Any], layers: int | None
 ) -> None:
-    case = load_cases(["qwen3_vl"])["qwen3_vl"]  # three layers, two take features
+    case = load_cases(["qwen3_vl"])["qwen3_vl"]  # three layers, two use features
     case.write_checkpoint(tmp_path)
     args = parse(*case.flags(tmp_path), "--hf-checkpoint", str(tmp_path))
     vars(args).update(split)

@@ -1,4 +1,4 @@
-"""A trained vision tower with learning rates of its own: its step, its schedule, and what a resumed run does."""
+"""A trained vision tower with its own learning rates: its step, its schedule, and resumed runs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.matrix.families.qwen3_vl import CASE
 from tests.matrix.parity import one_process_world
 
 FACTOR = 0.25
-"""A power of two: products with it are exact."""
+"""A power of two, so that products with it are exact."""
 SCHEDULE = ("--lr", 1e-2, "--min-lr", 1e-3, "--lr-decay-style", "cosine", "--lr-warmup-iters", 2)
 
 
 class Job:
-    """A trainer of one process whose weights begin at zero, so that a step is all that they are."""
+    """A trainer of one process whose weights begin at zero, so that after a step they equal the step."""
 
     def __init__(self, folder: Path, factor: float, *flags: object) -> None:
         self.args: Namespace = trainer.make_args(CASE, folder, "--vision-tower-lr-mult", factor, *SCHEDULE, *flags)

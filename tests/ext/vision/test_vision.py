@@ -1,4 +1,4 @@
-"""Images in packed sequences: places, positions, what is refused, and a tower that is frozen."""
+"""Images in packed sequences: places, positions, refusals, and a frozen tower."""
 
 from __future__ import annotations
 
