@@ -41,7 +41,7 @@ def parse(*flags: str, folder: str) -> Namespace:
 
 
 def build(args: Namespace) -> tuple[list, Any, Any]:
-    """Model, optimizer and scheduler over parallel groups made anew."""
+    """Model, optimizer and scheduler over newly created parallel groups."""
     from megatron.core import mpu
 
     from slime.backends.megatron_utils.initialize import init
@@ -69,7 +69,7 @@ def take_step(model: list, optimizer: Any, scheduler: Any, seed: int) -> None:
 
 
 def tensors_in(folder: Path, vocab_size: int = 131) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole and without the padding of the vocabulary."""
+    """All tensors of a checkpoint, complete and without vocabulary padding."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

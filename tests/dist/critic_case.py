@@ -1,4 +1,4 @@
-"""A critic and the actor that it serves, on several ranks: what they compute, put together so that layouts compare."""
+"""A critic and its actor on several ranks: their results, assembled so that layouts can be compared."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def my_share(args: Namespace, worker: Any) -> dict[str, Any]:
 
 
 def whole_values(rank_data: Any, values: list[Any]) -> Values:
-    """Values of this rank's samples, put together from the parts of the context-parallel ranks."""
+    """Values of this rank's samples, assembled from the context-parallel ranks' parts."""
     from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
 
     lengths = zip(rank_data.total_lengths, rank_data.response_lengths, strict=True)
@@ -67,14 +67,14 @@ def run_ppo(rank: int, world_size: int, port: int, folder: str, variants: list[t
 def resume_critics(
     rank: int, world_size: int, port: int, folder: str, cases: list[tuple[str, tuple[str, ...]]]
 ) -> Any:
-    """For each (folder of saves, flags): values and parameters of a critic that goes on with rollout 1."""
+    """For each (folder of saves, flags): values and parameters of a critic that continues with rollout 1."""
     from slime.backends.megatron_utils.checkpoint import publish_checkpoint
     from slime.backends.megatron_utils.update_weight.gather import iter_full_tensors
 
     results = []
     for saves, variant in cases:
         root = Path(folder, saves)
-        if rank == 0:  # the actor's tracker, without which no run resumes; its checkpoint is not looked at
+        if rank == 0:  # the actor's tracker, without which no run resumes; its checkpoint is not read
             (root / "iter_0000000").mkdir(exist_ok=True)
             (root / "iter_0000000/metadata.json").touch()
             publish_checkpoint(root, 0)

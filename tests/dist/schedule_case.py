@@ -22,26 +22,26 @@ _NOTED: list[list[Tensor]] = []
 
 
 def note_log_probs(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    """``--rollout-data-postprocess-path``: keep the old policy's log-probs of the rollout."""
+    """``--rollout-data-postprocess-path``: record the old policy's log-probs of the rollout."""
     _NOTED.append([log_prob.clone() for log_prob in rollout_data["log_probs"]])
 
 
 class NoEngines:
-    """An updater that has nobody to push to."""
+    """An updater without engines."""
 
     def push(self) -> PushReport:
-        """A push."""
+        """Do nothing."""
         return PushReport(1, 0, 0, 0, 0.0)
 
     def record_weights_changed(self) -> None:
-        """New weights."""
+        """Do nothing."""
 
 
 def follow(folder: str, flags: tuple[object, ...], num_rollouts: int) -> dict[str, Any]:
-    """Train some rollouts, with the pushes that ``--update-weights-interval`` asks for.
+    """Train some rollouts, with pushes according to ``--update-weights-interval``.
 
     Returns:
-        ``weights``: of this rank by name, before the first rollout and after each; ``metrics`` of each rollout;
+        ``weights``: this rank's by name, before the first rollout and after each; ``metrics`` of each rollout;
         ``noted``: old log-probs that each rollout trained with; ``computed``: log-probs of the same samples under each
         entry of ``weights``; ``ref``: the reference after each rollout; ``state_bytes`` of the optimizer, without
         master weights.
@@ -73,7 +73,7 @@ def follow(folder: str, flags: tuple[object, ...], num_rollouts: int) -> dict[st
 
 
 def snapshot(worker: Any) -> dict[str, Tensor]:
-    """What is in the model."""
+    """Copies of the model's weights."""
     worker.weights.backup("seen")
     return {name: tensor.clone() for name, tensor in worker.weights.get("seen").items()}
 
@@ -91,7 +91,7 @@ def log_probs_under(worker: Any, rank_data: Any, weights: dict[str, Tensor]) -> 
 
 
 def optimizer_bytes(optimizer: Any) -> int:
-    """Of all tensors in the state of the torch optimizers."""
+    """Bytes of all tensors in the state of the torch optimizers."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     states = [state for part in parts if part.optimizer for state in part.optimizer.state.values()]
     return sum(

@@ -1,6 +1,6 @@
 """A scripted engine as an engine's process: ``python -m tests.dist.scripted_server OWNER_PID``, settings on stdin.
 
-``POST /script {"is_garbled": true}`` makes it answer nonsense from then on.
+``POST /script {"is_garbled": true}`` makes it return nonsense from then on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.scripted_engine.server import ScriptedEngine
 
 
 def engine_flags(**given: Any) -> Namespace:
-    """The flags of engines with two GPUs a node; deadlines are for a machine with a load of ten."""
+    """The flags of engines with two GPUs per node; deadlines are for a machine with a load of ten."""
     base = {
         "num_gpus_per_node": 2, "offload_rollout": False, "bf16": True, "fp16": False, "sglang_dtype": None,
         "sglang_dp_size": 1, "engine_start_timeout_s": 300.0, "weight_update_timeout_s": 30.0,
@@ -36,7 +36,7 @@ def engine_flags(**given: Any) -> Namespace:
 
 @contextmanager
 def logical_gpus(num_gpus: int) -> Iterator[GpuSlice]:
-    """A Ray of its own with so many GPUs that need not be there, all of them reserved."""
+    """A private Ray with this many logical GPUs, all of them reserved."""
     ray.init(
         address="local", num_cpus=20, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
@@ -46,7 +46,7 @@ def logical_gpus(num_gpus: int) -> Iterator[GpuSlice]:
 
 
 class GarblingScript(Script):
-    """Answers nonsense once it is told to."""
+    """Returns nonsense once it is told to."""
 
     is_garbled = False
 
@@ -55,7 +55,7 @@ class GarblingScript(Script):
 
 
 class ScriptedEngineActor(EngineActor):
-    """A real engine actor whose server generates nothing; everything around the server is what runs in a job."""
+    """A real engine actor whose server generates nothing; everything around the server is real."""
 
     def start_server(self, *, host, port, router_ip=None, router_port=None, dist_init_addr=None, **ignored) -> None:
         self.address = {"dist_init_addr": dist_init_addr, "port": port, **ignored}
@@ -70,7 +70,7 @@ class ScriptedEngineActor(EngineActor):
         )
 
     def facts(self) -> dict:
-        """What this actor was told."""
+        """The actor's settings."""
         return {
             "rank": self.rank,
             "node_rank": self.node_rank,

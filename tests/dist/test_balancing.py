@@ -1,4 +1,4 @@
-"""Balancing losses and a moving router bias: the same in every layout and however samples are packed."""
+"""Balancing losses and an updated router bias are the same in every layout and packing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a run saves under one layout, another layout loads to the last bit; misfits are named; a save can lag behind.
+"""One layout's checkpoint loads in another bit for bit; mismatches are named; a save can run in the background.
 
-One world of two processes does it all, with parallel groups made anew for each layout.
+One world of two processes runs everything, with new parallel groups for each layout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LAYOUTS = {
 
 
 def save_and_load(saved_under: str, precision: str, loaded_under: list[str], folder: str) -> dict[str, list[str]]:
-    """Save after two steps, load under each layout, save again; gives the names of tensors that differ."""
+    """Save after two steps, load under each layout, save again; return the names of tensors that differ."""
     import torch.distributed as dist
 
     from slime.backends.megatron_utils.checkpoint import load_checkpoint, publish_checkpoint, save_checkpoint
@@ -89,7 +89,7 @@ MISFITS = {
 
 
 def refusals(folder: str) -> dict[str, str]:
-    """What is said when a checkpoint is loaded under each set of wrong flags."""
+    """The error of loading a checkpoint with each set of wrong flags."""
     from slime.backends.megatron_utils.checkpoint import load_checkpoint, publish_checkpoint, save_checkpoint
     from slime.utils.errors import DataError
     from tests.dist.checkpoint_case import build, parse
@@ -133,7 +133,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_what_differs(tmp_path):
 
 
 def save_behind_training(folder: str) -> None:
-    """Background saves: what they hold, when they count, and what becomes of one that fails."""
+    """Background saves: what they hold, when they count, and what happens to a failed one."""
     import torch.distributed as dist
 
     from slime.backends.megatron_utils import checkpoint
@@ -148,7 +148,7 @@ def save_behind_training(folder: str) -> None:
     background = BackgroundSave(checkpoint.publish_checkpoint)
     state: tuple[Any, Any, Any] = (model, optimizer, scheduler)
     plain = tensors_in(checkpoint.save_checkpoint(args, 1, *state))
-    background.publish(folder, 1)  # nothing is being written: at once
+    background.publish(folder, 1)  # nothing is being written, so it is immediate
     dist.barrier()
     assert read_tracker(Path(folder) / TRACKER, "--save") == 1
 
@@ -161,7 +161,7 @@ def save_behind_training(folder: str) -> None:
     checkpoint_writer._write = late
     lagging = checkpoint.save_checkpoint(args, 2, *state, background=background)
     background.publish(folder, 2)
-    take_step(*state, seed=0)  # training goes on
+    take_step(*state, seed=0)  # training continues
     assert read_tracker(Path(folder) / TRACKER, "--save") == 1
     with pytest.raises(ConfigError, match="no checkpoint iter_0000002, or it is incomplete"):
         inspect_checkpoint(folder, "--load", 2)
@@ -179,7 +179,7 @@ def save_behind_training(folder: str) -> None:
     background.wait()
     dist.barrier()
     assert read_tracker(Path(folder) / TRACKER, "--save") == 2
-    dist.barrier()  # rank 1 has looked, too
+    dist.barrier()  # rank 1 has checked, too
     background.publish(folder, 3)
     dist.barrier()
     assert read_tracker(Path(folder) / TRACKER, "--save") == 3
@@ -197,7 +197,7 @@ def save_behind_training(folder: str) -> None:
     checkpoint_writer._FileWriter.write_data = write_data
     dist.barrier()
     assert read_tracker(Path(folder) / TRACKER, "--save") == 3
-    # The remains are cleared away by the next save of that iteration, which waits for nothing.
+    # The next save of that iteration removes the remains, without waiting for anything.
     checkpoint.save_checkpoint(args, 4, *state, background=background)
     background.publish(folder, 4)
     background.wait()

@@ -1,6 +1,6 @@
-"""A resumed run goes on as if it had never stopped, also under another layout.
+"""A resumed run continues as if it had never stopped, also under another layout.
 
-Each world is fresh processes: save after two optimizer steps, and take two more; then load and take the same two.
+Each world has new processes: save after two optimizer steps, and take two more; then load and take the same two.
 """
 
 from argparse import Namespace
@@ -49,7 +49,7 @@ def build(layout: list[str], precision: str, save: str) -> tuple[Namespace, list
 
 
 def step(model: list, optimizer: object, scheduler: object, index: int) -> tuple[float, float]:
-    """One optimizer step on all sequences, dealt out over the data-parallel ranks; gives (loss sum, grad norm)."""
+    """One optimizer step on all sequences, split over the data-parallel ranks; return (loss sum, grad norm)."""
     import torch
     import torch.distributed as dist
     from megatron.core import mpu
@@ -65,14 +65,14 @@ def step(model: list, optimizer: object, scheduler: object, index: int) -> tuple
     tokens, params = pack(sequences)
     labels, _ = pack([torch.roll(sequence, -1) for sequence in sequences])
     pad = (-tokens.shape[1]) % mpu.get_tensor_model_parallel_world_size()
-    if pad:  # sequence parallelism wants a multiple of the tensor-parallel size: one more pseudo-sequence
+    if pad:  # sequence parallelism needs a multiple of the tensor-parallel size: one more pseudo-sequence
         tokens, params = pack([*sequences, torch.zeros(pad, dtype=torch.long)])
         labels, _ = pack([*[torch.roll(sequence, -1) for sequence in sequences], torch.zeros(pad, dtype=torch.long)])
     losses = chunk(
         input_ids=tokens, position_ids=None, attention_mask=None, labels=labels, packed_seq_params=params
     ).float()
     total = losses[0, : losses.shape[1] - pad].sum()
-    # DDP averages over data-parallel ranks: undo that, so that the gradient is that of the whole sum.
+    # DDP averages over data-parallel ranks: undo that, so that the gradient belongs to the whole sum.
     (total * mpu.get_data_parallel_world_size()).backward()
     finalize_model_grads([chunk])
     ok, grad_norm, _ = optimizer.step()
@@ -84,7 +84,7 @@ def step(model: list, optimizer: object, scheduler: object, index: int) -> tuple
 
 
 def train_and_save(layout: list[str], precision: str, save: str) -> list[tuple[float, float]]:
-    """Steps 0 and 1, a save, and the figures of steps 2 and 3."""
+    """Steps 0 and 1, a save, and the results of steps 2 and 3."""
     from slime.backends.megatron_utils.checkpoint import publish_checkpoint, save_checkpoint
 
     args, model, optimizer, scheduler = build(layout, precision, save)
@@ -99,7 +99,7 @@ def train_and_save(layout: list[str], precision: str, save: str) -> list[tuple[f
 
 
 def load_and_train(layout: list[str], precision: str, save: str) -> list[tuple[float, float]]:
-    """The figures of steps 2 and 3 of a run that resumes."""
+    """The results of steps 2 and 3 of a run that resumes."""
     from slime.backends.megatron_utils.checkpoint import load_checkpoint
 
     args, model, optimizer, scheduler = build(layout, precision, save)

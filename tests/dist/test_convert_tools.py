@@ -31,7 +31,7 @@ def tensors_of(folder: Path) -> dict:
 
 def test_there_and_back_gives_every_tensor_bit_for_bit(tmp_path, monkeypatch):
     write_hf_model(tmp_path / "hf", "qwen3")
-    monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")  # concerns training alone, and so do adapters
+    monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")  # affects only training, as do adapters
     there = ("--hf-checkpoint", tmp_path / "hf", "--save", tmp_path / "dist", "--lora-rank", 4)
     done = run_tool("convert_hf_to_torch_dist.py", *there)
     assert done.returncode == 0, done.stderr
@@ -81,7 +81,7 @@ def test_a_head_of_which_the_top_of_config_json_decides_comes_back(tmp_path, kin
 
 
 def bytes_in_memory(rank: int, world_size: int, port: int, folder: str) -> list[int]:
-    """Convert; gives the bytes that each tensor still has when the checkpoint is written."""
+    """Convert; return the bytes that each tensor still has when the checkpoint is written."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from tools import convert_hf_to_torch_dist
     from tools.streamed_conversion import _Weights
@@ -99,7 +99,7 @@ def bytes_in_memory(rank: int, world_size: int, port: int, folder: str) -> list[
 
 
 def test_a_tensor_takes_no_memory_once_it_is_written(tmp_path):
-    """torch's writer keeps one of each name until its file is complete."""
+    """torch's writer keeps a copy of each tensor until its file is complete."""
     write_hf_model(tmp_path / "hf", "qwen3")
     [sizes] = run_workers(bytes_in_memory, 1, str(tmp_path))
     assert len(sizes) > 20
@@ -120,7 +120,7 @@ LAYOUTS = ("", EXPERTS, f"--tensor-model-parallel-size 2 --expert-tensor-paralle
 
 
 def convert_with_two_processes(rank: int, world_size: int, port: int, folder: str) -> list[int]:
-    """Convert under each layout, and export the last result through the model; gives the pipeline sizes."""
+    """Convert under each layout, and export the last result through the model; return the pipeline sizes."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     from tests.matrix.case import load_cases
     from tests.matrix.parity import leave_world
@@ -154,7 +154,7 @@ def test_two_processes_convert_under_every_kind_of_layout(tmp_path, monkeypatch)
     load_cases(["glm4_moe"])["glm4_moe"].write_checkpoint(tmp_path / "fp32")
     write_bf16_copy(tmp_path / "fp32", tmp_path / "hf")
     expected = read_tensors(tmp_path / "hf")
-    # Nothing says how to split: a pipeline stage for each process.
+    # No flag says how to split: one pipeline stage per process.
     assert run_workers(convert_with_two_processes, 2, str(tmp_path)) == [[2, 1, 1]] * 2
     for number in range(len(LAYOUTS)):
         back = tmp_path / f"back{number}"

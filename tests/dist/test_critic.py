@@ -1,6 +1,6 @@
-"""PPO's critic: the same values and steps in every layout, and a resume as if nothing had happened.
+"""PPO's critic: the same values and steps in every layout, and exact resumes.
 
-The worlds are pools: a process builds the critic, and the actor that gets its values, for one layout after the other.
+The worlds are pools: a process builds the critic, and the actor that gets its values, for each layout in turn.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_values_and_the_actors_step_do_not_depend_on_the_layout(one_process, two
             assert ours[position] == pytest.approx(value, rel=1e-5, abs=1e-6)
     assert any(
         abs(a - b) > 1e-3 for a, b in zip(expected[0][6], expected[1][6], strict=True)
-    )  # the step did something
+    )  # the step had an effect
     names = [name for name in expected_metrics if name.startswith(("train/", "rollout/"))]
     assert {"rollout/values", "rollout/returns", "rollout/advantages", "train/pg_loss"} <= set(names)
     assert {name: metrics[name] for name in names} == pytest.approx(

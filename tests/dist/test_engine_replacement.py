@@ -1,4 +1,4 @@
-"""Engines that die, hang or answer nonsense are replaced: real Ray actors, a real router, scripted servers."""
+"""Engines that die, hang or return nonsense are replaced: real Ray actors, a real router, scripted servers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WAITS = {"interval_s": 1.0, "timeout_s": 3.0}
 FOUND_WITHIN_S = sum(WAITS.values())
 STALL_S = 4.0
 SLACK_S = 120.0
-"""For a machine with a load of ten; the monitor's own deadlines are an order below."""
+"""Seconds, for a machine with a load of ten; the monitor's own deadlines are ten times shorter."""
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_an_engine_whose_port_was_taken_starts_at_others(make_group, monkeypatch
                 make_group(2)
             return
         group = make_group(2)
-    assert allocated == [2, 1]  # the other engine went on
+    assert allocated == [2, 1]  # the other engine kept running
     assert group.states == [EngineState.SERVING] * 2
     assert all(requests.get(f"{url}/health", timeout=10).ok for url in group.urls)
     assert len(set(group.urls)) == 2
@@ -205,7 +205,7 @@ def test_an_engine_that_cannot_start_again_ends_the_run_with_the_first_cause(mak
 
 
 def test_an_engine_over_two_nodes_has_an_actor_on_each_and_one_rendezvous(make_group):
-    # A rank offset that is no multiple of the nodes: another group before this one had a single actor.
+    # A rank offset that is not a multiple of the nodes: the group before this one had a single actor.
     group = make_group(4, per_engine=4, rank_offset=1)
     first, second = facts(group)
     assert (group.nodes_per_engine, len(group.engines)) == (2, 1)

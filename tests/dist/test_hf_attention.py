@@ -1,4 +1,4 @@
-"""An attention that a Hugging Face style module computes: the same numbers in every layout."""
+"""An attention computed by a Hugging Face style module: the same numbers in every layout."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ pytestmark = pytest.mark.dist
 
 HIDDEN = 8
 OFFSETS = [0, 8, 20, 32]
-"""Of three sequences; multiples of 4, as two context-parallel ranks pad them."""
+"""Lengths of three sequences; multiples of 4, as padded for two context-parallel ranks."""
 
 
 class RunningMean(HuggingfaceAttention):
-    """Projects the mean of the tokens so far of the own sequence; any mistake in their order shows."""
+    """Projects the mean of the sequence's tokens so far, so that any mistake in their order shows."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -48,7 +48,7 @@ class RunningMean(HuggingfaceAttention):
 
 
 def stream() -> tuple[Tensor, Tensor]:
-    """Input and the weights of the loss, [T, 1, hidden]."""
+    """Input and loss weights, [T, 1, hidden]."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(OFFSETS[-1], 1, HIDDEN, generator=generator), torch.randn(
         OFFSETS[-1], 1, HIDDEN, generator=generator
@@ -114,7 +114,7 @@ def test_tensor_and_context_parallel_ranks_compute_what_one_rank_does(tmp_path: 
         for name in ("out", "grad"):
             torch.testing.assert_close(joined(ranks, name), torch.tensor(alone[name]), atol=1e-6, rtol=1e-5)
         grads = [torch.tensor(rank["weight_grad"]) for rank in ranks]
-        # Tensor-parallel ranks hold the whole gradient each; over context-parallel ranks the trainer sums it.
+        # Each tensor-parallel rank holds the whole gradient; over context-parallel ranks the trainer sums it.
         parts = grads[:1] if function is on_tensor_ranks else grads
         torch.testing.assert_close(sum(parts), torch.tensor(alone["weight_grad"]), atol=1e-5, rtol=1e-5)
         if function is on_tensor_ranks:

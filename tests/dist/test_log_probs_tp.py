@@ -1,4 +1,4 @@
-"""Vocabulary shards and data shards on real gloo ranks against the same numbers on one."""
+"""Vocabulary and data shards on real gloo ranks against the same numbers on one."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def everything_on_rank() -> tuple[list[dict], list[list[list[float]]]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[tuple[list[dict], list[list[list[float]]]]]:
-    """What both ranks computed; one start of two processes serves all tests here."""
+    """Results of both ranks; all tests here share one start of two processes."""
     return run_ranks(everything_on_rank, 2)
 
 

@@ -1,5 +1,5 @@
-"""A cluster of several nodes on this machine: who gets which GPU, what engines over several nodes are told, what the
-recipe's environment becomes, and what is said when a node does not come or goes.
+"""A cluster of several nodes on this machine: who gets which GPU, the settings of multi-node engines, the
+environment of a recipe's job, and the messages when a node does not come or dies.
 
 ``python -m tests.nodes`` does the same with four nodes of eight GPUs.
 """
@@ -28,15 +28,15 @@ APART = (
 
 
 NETWORK = ("NCCL_", "GLOO_", "TP_", "NVSHMEM_", "SGLANG_", "MC_", "NVTE_", "MLP_", "no_proxy", "NO_PROXY")
-"""Beginnings of the variables that a recipe of several nodes sets for every process."""
+"""Prefixes of the variables that a multi-node recipe sets for every process."""
 
 
 @pytest.fixture(scope="module")
 def variables(tmp_path_factory) -> dict[str, str]:
-    """What the recipe of GLM-5.2 gives its job."""
+    """The variables that GLM-5.2's recipe gives its job."""
     folder = tmp_path_factory.mktemp("recipe")
     _, given = submitted("scripts/run-glm5.2-744B-A40B.sh", folder, SOCKET_IFNAME="bond7")
-    # gloo of this test has to work here, on the interface that there is.
+    # gloo of this test must work here, on the existing interface.
     kept = {name: value for name, value in given.items() if name.startswith(NETWORK)}
     return kept | {"GLOO_SOCKET_IFNAME": "lo"}
 
@@ -67,7 +67,7 @@ def test_colocated_ranks_and_an_engine_over_two_nodes(nodes, variables, tmp_path
     ]
     assert {engine["nnodes"] for engine in (head, tail)} == {2}
     assert {engine["tp_size"] for engine in (head, tail)} == {4}
-    # Both meet at one address, which is the first node's; each listens on its own.
+    # Both meet at one address, the first node's; each listens on its own.
     assert head["dist_init_addr"] == tail["dist_init_addr"]
     assert head["dist_init_addr"].startswith(f"{first}:")
     assert [engine["host"] for engine in (head, tail)] == [first, second]

@@ -1,7 +1,7 @@
-"""Every model family: log-probs and gradients of the reference, checkpoints bit for bit, two ranks as one process.
+"""Every model family: the reference's log-probs and gradients, bitwise checkpoints, two ranks against one process.
 
-`python -m tests.matrix` prints the same cells with their numbers, and many more parallel layouts.  `make test` leaves
-out those marked ``whole``.
+`python -m tests.matrix` prints the same cells with their numbers, and many more parallel layouts.  `make test` skips
+those marked ``whole``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CASES = load_cases()
 
 
 def families(in_suite: Collection[str]) -> list[ParameterSet]:
-    """All of them, those marked that the suite leaves out."""
+    """All families; those that the suite skips are marked."""
     return [pytest.param(name, marks=[pytest.mark.whole] * (name not in in_suite)) for name in CASES]
 
 

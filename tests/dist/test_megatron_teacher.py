@@ -22,13 +22,13 @@ SEEN: list[dict[str, Any]] = []
 
 
 def keep(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    """``--rollout-data-postprocess-path``: what the trainer is about to train on."""
+    """``--rollout-data-postprocess-path``: record the data about to be trained."""
     names = ("log_probs", "teacher_log_probs", "teacher_top", "advantages", "opd_reverse_kl", "rewards")
     SEEN.append({name: rollout_data.get(name) for name in names})
 
 
 def distil_both_ways(rank: int, world_size: int, port: int, one: str, other: str) -> None:
-    """Each model is the other's teacher once; their log-probs change places."""
+    """Each model is the other's teacher once; their log-probs swap places."""
     from tests.dist import test_megatron_teacher as module
 
     for layout in LAYOUTS.values():
@@ -45,7 +45,7 @@ def distil_both_ways(rank: int, world_size: int, port: int, one: str, other: str
                 assert metrics["rollout/opd_reverse_kl"] != 0 and "perf/teacher_log_probs_time" in metrics
             second = worker.train(1, cut(args, make_train_data(), parallel)[parallel["dp_rank"]])
             if metrics is not None:
-                # One step down the gradient of the reverse KL; the teacher itself stays as it was.
+                # One step down the gradient of the reverse KL; the teacher itself does not change.
                 assert second["rollout/teacher_log_probs"] == pytest.approx(metrics["rollout/teacher_log_probs"])
                 assert second["rollout/log_probs"] != metrics["rollout/log_probs"]
         first, _, swapped, _ = module.SEEN
@@ -66,7 +66,7 @@ def test_the_teachers_log_probs_pull_the_advantages(tmp_path):
 
 
 def distil_from_two(rank: int, world_size: int, port: int, student: str, one: str, other: str) -> int:
-    """Samples alternate between two teachers, each asked alone before; returns how many tokens were likely."""
+    """Samples alternate between two teachers, each queried alone before; return how many tokens were likely."""
     from tests.dist import test_megatron_teacher as module
 
     module.SEEN.clear()
@@ -99,7 +99,7 @@ def distil_from_two(rank: int, world_size: int, port: int, student: str, one: st
         torch.testing.assert_close(mine, alone["teacher_log_probs"][position])
         assert not mine.numel() or not torch.equal(mine, not_asked["teacher_log_probs"][position])
         torch.testing.assert_close(both["advantages"][position], alone["advantages"][position])
-        # The likeliest tokens are those of the same teacher; the pull is no longer in the advantages.
+        # The likeliest tokens are the same teacher's; the advantages no longer contain the distillation term.
         ids_RK, log_prob_RK = top["teacher_top"][position].unbind(1)
         assert ids_RK.shape == (len(mine), 4) and (log_prob_RK.exp().sum(-1) <= 1 + 1e-5).all()
         assert (log_prob_RK[:, :-1] >= log_prob_RK[:, 1:]).all()

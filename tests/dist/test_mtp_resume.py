@@ -1,4 +1,4 @@
-"""A run with MTP layers, trained or frozen, goes on under another layout as if it had never stopped."""
+"""A run with MTP layers, trained or frozen, resumes under another layout as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TP2 = ("--tensor-model-parallel-size", 2, "--sequence-parallel")
 
 
 def train(hf: str, save: str, flags: tuple[object, ...], *, trains_mtp: bool, resumes: bool) -> list[dict[str, float]]:
-    """Figures of steps 0 to 3, with a save in the middle; or of steps 2 and 3 of a run that loads it."""
+    """Results of steps 0 to 3, with a save in the middle; or of steps 2 and 3 of a run that loads it."""
     import torch.distributed as dist
 
     from slime.backends.megatron_utils import initialize

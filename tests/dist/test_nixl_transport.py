@@ -1,4 +1,4 @@
-"""Rollout data from the manager's memory to the trainer's by NIXL, over loopback, where its package is installed."""
+"""Rollout data from the manager's memory to the trainer's by NIXL, over loopback, if its package is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("nixl", reason="the package is not installed; --rollout-data
 
 pytestmark = pytest.mark.dist
 
-# Ray's workers cannot import a test module by its name: its classes travel as code.
+# Ray's workers cannot import a test module by name, so its classes are sent as code.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ARGS = Namespace(rollout_data_transport="nixl")

@@ -1,4 +1,4 @@
-"""A driver whose raylet dies while an actor starts: Ray itself says nothing of it to the calls of such an actor."""
+"""A driver whose raylet dies while an actor starts: Ray does not report it to that actor's calls."""
 
 import re
 import subprocess

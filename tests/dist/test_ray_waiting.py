@@ -1,4 +1,4 @@
-"""Waits over a real (private) Ray: deadlines, first failures, deaths of actors that nobody asked anything."""
+"""Waits over a real (private) Ray: deadlines, first failures, deaths of actors without running calls."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from slime.utils.errors import ConfigError, DeadlineError, EngineDiedError, Hang
 
 pytestmark = pytest.mark.dist
 
-# Ray's workers cannot import a test module by its name: its classes travel as code.
+# Ray's workers cannot import a test module by name, so its classes are sent as code.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -136,7 +136,7 @@ def test_reserved_gpus_come_sorted_with_their_physical_indices():
 
 
 def ranks_that_answered(hang_timeout_s):
-    """Two ranks, their process ids, and what listens to them."""
+    """Two ranks, their process ids, and their listeners."""
     ranks = {f"actor rank {number}": Rank.remote() for number in range(2)}
     pids = wait_for([rank.pid.remote() for rank in ranks.values()], what="the pids", timeout_s=300)
     heartbeats = Heartbeats(ranks, hang_timeout_s)

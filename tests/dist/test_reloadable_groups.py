@@ -1,4 +1,4 @@
-"""Groups that give their connections back: the holders keep their objects, and every kind of call works afterwards."""
+"""Groups that release their connections: holders keep their objects, and every kind of call works afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replayed experts in parallel layouts: gradients and log-probs of one process, whoever routes which token."""
+"""Routing replay in parallel layouts: one process's gradients and log-probs, whichever rank routes which token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CELLS = (
     ("deepseek_v3", "PP2 recompute"),
     ("glm5", "CP2"),
 )
-"""Softmax and grouped sigmoid routing, dense layers, both ways of cutting a stream for context parallelism.
+"""Softmax and grouped sigmoid routing, dense layers, both ways of splitting a stream for context parallelism.
 
 `python -m tests.matrix.replay_table` tries every family with experts in many more layouts.
 """
@@ -53,7 +53,7 @@ def actor_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_actor_records_before_the_first_step_and_replays_in_all(
     references: References, actor_folder: str, flags: tuple[str, ...]
 ) -> None:
-    """Without replay the routers of the second step, after a step this large, choose others."""
+    """Without replay, the routers of the second step, after a step this large, choose differently."""
     common = ("--global-batch-size", 4, "--lr", 0.05, "--use-kl-loss", "--kl-loss-coef", 0.01, *flags)
     (free,) = references.pool.run(follow, 1, actor_folder, common, 1)
     (replayed,) = references.pool.run(follow, 1, actor_folder, (*common, "--use-routing-replay"), 1)

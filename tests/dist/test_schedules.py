@@ -1,5 +1,5 @@
-"""What changes when: old policies, the reference, Adam's moments, frozen parameters; on two data-parallel ranks, whose
-optimizer is sharded, as in one process.
+"""When old policies, the reference, Adam's moments and frozen parameters change: on two data-parallel ranks, with a
+sharded optimizer, as in one process.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Follow = Callable[..., list[dict[str, Any]]]
 NOTE = ("--rollout-data-postprocess-path", "tests.dist.schedule_case.note_log_probs")
 KL = ("--use-kl-loss", "--kl-loss-coef", 0.05)
 LARGE_EPS = ("--adam-eps", 1.0, "--lr", 0.1)
-"""Adam's first step is the sign of the gradient, which no two summation orders agree on where it is nearly zero.  The
-rate makes the steps large against the rounding of fp32 weights."""
+"""Adam's first step is the sign of the gradient, which depends on summation order where the gradient is nearly zero.
+The rate makes steps large against the rounding of fp32 weights."""
 
 
 @pytest.fixture(scope="module")
 def follow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Follow]:
-    """Runs a trainer on so many ranks; equal runs are made once."""
+    """Runs a trainer on this many ranks; equal runs happen once."""
     folder = tmp_path_factory.mktemp("hf")
     write_model(folder)
     done: dict[Any, list[dict[str, Any]]] = {}
@@ -49,7 +49,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def distance(left: dict[str, Tensor], right: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """Largest difference, relative to how far training went from the start."""
+    """Largest difference, relative to the distance that training moved from the start."""
     moved = max(float((tensor - start[name]).abs().max()) for name, tensor in right.items())
     assert moved > 0
     return max(float((tensor - left[name]).abs().max()) for name, tensor in right.items()) / moved
@@ -59,14 +59,14 @@ def distance(left: dict[str, Tensor], right: dict[str, Tensor], start: dict[str,
 @pytest.mark.parametrize(
     ("interval", "expected"),
     [
-        (1, [0, 0, 1]),  # trained on: weights 0, 1, 2
-        (2, [0, 0, 0, 2]),  # rollout 2 was drawn before the push behind rollout 1
+        (1, [0, 0, 1]),  # trained with: weights 0, 1, 2
+        (2, [0, 0, 0, 2]),  # rollout 2 was generated before the push after rollout 1
     ],
 )
 def test_a_kept_actor_is_the_policy_that_drew_the_rollout(
     follow: Follow, world_size: int, interval: int, expected: list[int]
 ) -> None:
-    """In a loop that is one rollout ahead, rollout k is drawn before what rollout k - 1 trains is pushed."""
+    """In a loop that is one rollout ahead, rollout k is generated before rollout k - 1's weights are pushed."""
     flags = ("--keep-old-actor", "--update-weights-interval", interval, *NOTE)
     for rank in follow(world_size, *flags, rollouts=len(expected)):
         assert not same(rank["weights"][0], rank["weights"][1])

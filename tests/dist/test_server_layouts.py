@@ -1,4 +1,4 @@
-"""Layouts of engines with real Ray actors and real routers, on logical GPUs; the servers are scripted."""
+"""Layouts of engines with real Ray actors and real routers, on logical GPUs, with scripted servers."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def test_two_models_with_groups_of_their_own_a_gap_and_an_engine_over_two_nodes(
     assert len({fact["rank"] for fact in told}) == 5
     assert told[0]["overrides"] == {"context_length": 4096} and told[2]["overrides"] == {}
     assert told[2]["dist_init_addr"] == told[3]["dist_init_addr"] != told[0]["dist_init_addr"]
-    # Each model has a router; the second node of the large engine is in none of them.
+    # Each model has a router; the large engine's second node is in neither.
     assert set(fleet.args.sglang_model_routers) == {"policy", "judge"}
     assert (fleet.args.sglang_router_ip, fleet.args.sglang_router_port) == fleet.args.sglang_model_routers["policy"]
     assert set(listed(policy.router)) == {*small.urls, *large.urls}
     assert set(listed(judge.router)) == set(judge.groups[0].urls)
-    # The judge keeps its weights; offsets count from the first GPU of the placement, behind the trainer's.
+    # The judge keeps its weights; offsets count from the first GPU of the placement, after the trainer's.
     engines = fleet.weights.updatable()
     assert [(engine.num_gpus, engine.gpu_offset) for engine in engines.engines] == [(1, 1), (1, 2), (4, 4)]
     assert engines.num_new == 3

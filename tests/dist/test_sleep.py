@@ -1,4 +1,4 @@
-"""A trainer that sleeps between its verbs, on two ranks, does what one does that never sleeps."""
+"""A trainer that sleeps between its verbs, on two ranks, gives the same results as one that never sleeps."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ RUNS: dict[str, tuple[str, tuple[object, ...]]] = {
 
 
 ROOM = {0: (True, True, True, True), 1: (True, False, True, False)}
-"""Room for the engines on each rank's card, as it begins and after each rollout."""
+"""Free memory for the engines on each rank's GPU, at the start and after each rollout."""
 
 
 def train(
     rank: int, world_size: int, port: int, model: str, flags: tuple[object, ...], sleeps: bool, if_needed: bool = False
 ) -> list[Any]:
-    """What three rollouts report, the tensors that a push would send after each, and the digest of the weights."""
+    """The reports of three rollouts, the tensors that a push would send after each, and the weights digest."""
     import torch
 
     from slime.backends.megatron_utils import memory

@@ -1,4 +1,4 @@
-"""``--save-debug-train-data``: the same file whatever the layout, and it holds what was trained on."""
+"""``--save-debug-train-data``: the same file in every layout, with the trained data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS = {
     "reused": ("--advantage-estimator", "grpo"),
 }
 INDICES = [40 + 3 * position for position in range(len(LENGTHS))]
-"""``Sample.index`` of each sample: a run does not begin at 0 in every rollout."""
+"""``Sample.index`` of each sample, which does not start at 0 in every rollout."""
 
 
 def train_and_dump(rank: int, world_size: int, port: int, hf: str, folder: str) -> None:
@@ -45,7 +45,7 @@ def test_all_layouts_write_the_same_samples(tmp_path):
     given = make_train_data()
     for name, dump in dumps.items():
         assert (dump["format_version"], dump["rollout_id"], dump["rank"]) == (2, 3, 0)
-        # Rollouts that do not fill a step are left out; 8 of the 8 fit.
+        # Rollouts that do not fill a step are dropped; all 8 of 8 fit.
         assert [sample["position"] for sample in dump["samples"]] == list(range(len(LENGTHS)))
         assert [shard["dp_rank"] for shard in dump["dp_shards"]] == ([0, 1] if name in ("DP2", "reused") else [0])
         assert sorted(p for shard in dump["dp_shards"] for p in shard["partition"]) == list(range(len(LENGTHS)))

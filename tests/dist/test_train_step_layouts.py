@@ -1,4 +1,4 @@
-"""The result of an optimizer step does not depend on how samples are packed; a rank that goes astray is named.
+"""The result of an optimizer step does not depend on packing; a diverging rank is named.
 
 The whole actor runs on one rollout: ragged samples, masks with holes, one sample without a trained token.  The matrix
 compares layouts of ranks.
@@ -31,7 +31,7 @@ PACKINGS: dict[str, tuple[str, ...]] = {
 
 
 def full_gradients(args: Namespace, rank_data: Any) -> dict[str, list[float]]:
-    """Gradient of every parameter, whole, by global name: one accumulation without a sharded optimizer."""
+    """Gradient of every parameter, complete, by global name: one accumulation without a sharded optimizer."""
     import torch
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.utils import unwrap_model

@@ -1,4 +1,4 @@
-"""The trainer's own save, resume and change of weights, with stacked experts over two ranks and over two stages."""
+"""The trainer's save, resume and change of weights, with experts sharded over two ranks and over two stages."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def train_save_resume(rank: int, world_size: int, port: int, hf: str, save: str)
         twice = weights_of(worker)
         assert not same(loaded, once) and not same(once, twice)
         worker.save_model(1, force_sync=True)
-        # On disk since long, but the data position of rollout 1 is not saved yet; rank 0 publishes it next.
+        # On disk already, but rollout 1's data position is not saved yet; rank 0 publishes it next.
         assert rank or read_tracker(folder / TRACKER, "--save") == 0
         worker.publish_checkpoint(1)
 
-        # The reference followed the actor after the second rollout; the actor's weights come back as they were.
+        # The reference followed the actor after the second rollout; the actor's weights are restored unchanged.
         worker.weights.switch_to("ref")
         assert same(weights_of(worker), twice)
         worker.weights.switch_to("actor")

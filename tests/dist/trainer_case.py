@@ -1,4 +1,4 @@
-"""A tiny trainer on several real ranks: HF model, complete args, train data cut for each rank."""
+"""A tiny trainer on several real ranks: HF model, complete args, train data split for each rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LENGTHS = ((3, 9), (2, 1), (7, 20), (5, 5), (1, 13), (4, 2), (6, 31), (3, 3), (3
 
 
 def write_model(folder: Path, family: str = "qwen3", **overrides: Any) -> None:
-    """A random model whose sizes divide by two tensor ranks."""
+    """A random model whose sizes are divisible by two tensor ranks."""
     from tests.unit.backends.megatron_utils.megatron_case import write_hf_model
 
     write_hf_model(folder, family, **overrides)
-    (folder / "tokenizer.json").write_text("{}")  # the flags' check wants one; nothing here tokenizes
+    (folder / "tokenizer.json").write_text("{}")  # the flags' check requires one; nothing here tokenizes
 
 
 def make_args(hf_folder: Path, *flags: object) -> Namespace:
@@ -51,7 +51,7 @@ def make_args(hf_folder: Path, *flags: object) -> Namespace:
 
 
 def make_train_data(vocab_size: int = 131, seed: int = 0) -> dict[str, Any]:
-    """Train data with masks that have holes, one sample fully masked, and a rollout of two samples."""
+    """Train data with masks that have holes, one fully masked sample, and a rollout of two samples."""
     generator = random.Random(seed)
     data: dict[str, Any] = {name: [] for name in ("tokens", "response_lengths", "rewards", "loss_masks", "truncated")}
     data["rollout_log_probs"] = []
@@ -94,7 +94,7 @@ def cut(args: Namespace, train_data: dict[str, Any], parallel: dict[str, int]) -
 
 
 def new_updater(worker: Any) -> Any:
-    """What pushes the worker's weights, as if it had just started; its flags may have changed."""
+    """A new updater of the worker's weights, as after a start; its flags may have changed."""
     from slime.backends.megatron_utils.update_weight.updater import WeightUpdater
     from slime.compose import parts
 
@@ -120,7 +120,7 @@ def start_worker(
     state_copy: Any = None,
     **options: Any,
 ) -> Any:
-    """A trainer; in a process that had one before, a new one in the same default group and in groups of its own."""
+    """A trainer; in a process that had one before, a new one in the same default group and in new parallel groups."""
     import torch.distributed as dist
     from megatron.core import mpu
 
@@ -151,7 +151,7 @@ def start_worker(
 
 
 def run_workers(function: Any, world_size: int, *arguments: Any, timeout_s: float = 250) -> list[Any]:
-    """``function(rank, world_size, port, *arguments)`` in fresh processes; the results in rank order."""
+    """Run ``function(rank, world_size, port, *arguments)`` in new processes; return the results in rank order."""
     port = find_available_port(21000)
     with RankPool() as pool:
         return pool.run(function, world_size, port, *arguments, timeout_s=timeout_s, joins_world=False)

@@ -1,4 +1,4 @@
-"""The fused step of Adam with narrow moments, against the same step in plain torch on the host."""
+"""Adam's fused step with narrow moments, against the same step in plain torch on the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def train(device: str, dtypes: tuple[torch.dtype, torch.dtype], scale: float, st
 @pytest.mark.parametrize("scale", [1.0, 1e-7])
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (FP16, FP16), (BF16, FP16)])
 def test_a_first_step_has_the_hosts_numbers(dtypes: tuple[torch.dtype, torch.dtype], scale: float) -> None:
-    """The parameter to rounding; a moment to one unit of its dtype, since the two draw other noise."""
+    """Parameters agree to rounding, moments to one unit of their dtype, because the two draw different noise."""
     found, expected = train("cuda", dtypes, scale, 1), train("cpu", dtypes, scale, 1)
     assert torch.allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
     unit = {FP32: 1e-6, BF16: 2.0**-7, FP16: 2.0**-10}

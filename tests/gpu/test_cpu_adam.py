@@ -1,4 +1,4 @@
-"""Adam on the host (``--optimizer-cpu-offload``): the same training, the same checkpoints, memory off the card."""
+"""Adam on the host (``--optimizer-cpu-offload``): the same training, the same checkpoints, less GPU memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(flags: str, folder: Path, steps: range, load: Path | None = None) -> t
 
 
 def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """fp32 states differ by the rounding of another kernel; bf16 weights by their last bit, more of it near zero."""
+    """fp32 states differ by another kernel's rounding; bf16 weights by their last bit, or more near zero."""
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         is_fp32 = tensor.dtype == torch.float32
@@ -69,7 +69,7 @@ def test_adam_on_the_host_trains_and_resumes_like_adam_on_the_card(tmp_path, pre
     if fraction == 1.0:
         assert inner.gpu_optimizer is None
 
-    # Both kinds load what both kinds saved, to the last bit, and go on alike.
+    # Both kinds load both kinds' saves, bit for bit, and continue alike.
     for name, saved in (("card", on_card), ("host", on_host)):
         continued, _ = train(precision, tmp_path / "next", range(3, 4), load=tmp_path / name)
         for flags in (precision, host_flags):
@@ -99,5 +99,5 @@ def test_the_card_holds_neither_masters_nor_moments(tmp_path):
         numel = sum(p.numel() for chunk in state[0] for p in chunk.parameters() if p.requires_grad)
         return used / numel
 
-    # Weights 2 and gradients 4 bytes a parameter stay; master 4 and moments 8 go.
+    # Weights and gradients, 2 and 4 bytes per parameter, stay; master weights (4) and moments (8) go.
     assert bytes_per_parameter("") - bytes_per_parameter(ON_HOST) > 10

@@ -1,4 +1,4 @@
-"""Grouped experts on CUDA: torch's grouped product against the loop and against fp64; no wait of the host."""
+"""Grouped experts on CUDA: torch's grouped product against the loop and against fp64, without host waits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(x: Tensor, weight: Tensor, counts: Tensor, grad: Tensor, *, grouped: boo
 def test_the_grouped_product_and_its_gradients_equal_fp64_and_the_loop(counts: list[int], out: int, size: int) -> None:
     x, weight, grad = operands(counts, out, size)
     assert has_grouped_product(x, weight)
-    # Blocks of memory that were just freed are full of these: rows that a kernel leaves out show.
+    # Freed blocks of memory are full of these, so that rows skipped by a kernel show.
     del (dirt := [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(8)])[:]
     exact = run(x.double(), weight.double(), torch.tensor(counts), grad.double(), grouped=False)
     grouped = run(x, weight, torch.tensor(counts, device="cuda"), grad, grouped=True)
@@ -108,7 +108,7 @@ def test_experts_with_and_without_grouping_agree() -> None:
 def test_a_whole_layer_runs_without_a_wait_of_the_host() -> None:
     layer = RoutedExperts(config("--moe-grouped-gemm")).cuda()
     x = torch.randn(96, 1, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    layer(x)[0].sum().backward()  # compiles what there is to compile
+    layer(x)[0].sum().backward()  # compiles everything
     torch.cuda.set_sync_debug_mode("error")
     try:
         output, _ = layer(x)

@@ -1,4 +1,4 @@
-"""The kernel of int4 quantization-aware training: the values of the quantizer, its gradient, and its speed's order."""
+"""The kernel of int4 quantization-aware training: the quantizer's values, its gradient, and roughly its speed."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ LENGTHS = (7, 1, 190, 2, 61)
 
 
 def dense_case(**changes: int | None) -> FamilyCase:
-    """The matrix's DeepSeek-V3 without experts, whose choice bf16 would change, in widths that flash kernels take."""
+    """The matrix's DeepSeek-V3 without experts (bf16 would change their choice), in widths that flash kernels
+    support."""
     case = load_cases(["deepseek_v3"])["deepseek_v3"]
     widths = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 32, "num_hidden_layers": 3}
     config = {**case.config, **widths, "first_k_dense_replace": 3, **changes}
@@ -42,7 +43,7 @@ def test_log_probs_and_gradients_equal_those_of_transformers(
     model = get_model_provider(args)().to(DEVICE)
     load_hf_weights(args, [model], tmp_path)
     if precision == "--bf16":
-        # Both models start from the weights that bf16 can hold.
+        # Both models start from weights that bf16 can represent.
         reference.to(torch.bfloat16).to(torch.float32)
     sequences = [torch.randint(0, case.vocab_size, (length,), device=DEVICE) for length in LENGTHS]
 

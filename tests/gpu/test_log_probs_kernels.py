@@ -18,9 +18,9 @@ ROWS, COLUMNS, PADDING = 70, 9001, 119
 def problem(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
     logits = 4 * torch.randn(ROWS, COLUMNS + PADDING, device="cuda", generator=generator)
-    logits[:, COLUMNS:] = 50.0  # padding that would win every row
+    logits[:, COLUMNS:] = 50.0  # padding that would dominate every row
     logits[3, 17] = float("-inf")
-    logits[5] *= 20  # large, but not so that float32 itself loses the fourth digit of a probability
+    logits[5] *= 20  # large, but small enough that float32 keeps the fourth digit of a probability
     rows = torch.randperm(ROWS, device="cuda", generator=generator)[:41]
     targets = torch.randint(0, COLUMNS, (41,), device="cuda", generator=generator)
     return logits.to(dtype), rows, targets
@@ -72,7 +72,7 @@ def test_two_shards_of_one_row_add_up():
     half = logits.shape[1] // 2
     parts = []
     for rank in range(2):
-        shard = logits[:, rank * half : (rank + 1) * half]  # strided: the columns of a row lie side by side
+        shard = logits[:, rank * half : (rank + 1) * half]  # strided: the columns of a row are contiguous
         columns = min(max(COLUMNS - rank * half, 0), half)
         kernels = log_probs._kernels_for(shard)
         arguments = {"rows_R": rows, "local_target_R": targets - rank * half, "with_entropy": True}

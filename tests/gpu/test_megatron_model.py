@@ -61,7 +61,7 @@ def test_flash_attention_over_packed_sequences_equals_fp64(
         pytest.skip("flash-attn-4 is not installed on this GPU machine, or has no values wider than keys")
     kernel = getattr(attention_kernels, name)
     if name == "flash_attn_4" and width < 64:
-        # 4.0.0b15 does not compile heads this narrow: right must be what the trainer takes then.
+        # 4.0.0b15 does not compile heads this narrow; the trainer's fallback must be right.
         shape = attention_kernels.HeadShape(heads, groups, width, value_width, dtype, window)
         kernel = attention_kernels.faster_kernel(shape, torch.device("cuda"))
     generator = torch.Generator("cuda").manual_seed(0)
@@ -97,7 +97,7 @@ def test_loss_and_gradients_equal_those_of_transformers_in_fp32(tmp_path: Path, 
     model = get_model_provider(args)().cuda()
     load_hf_weights(args, [model], tmp_path)
     if precision == "--bf16":
-        # Both models start from the weights that bf16 can hold.
+        # Both models start from weights that bf16 can represent.
         hf_model.to(torch.bfloat16).to(torch.float32)
     sequences = [torch.randint(0, args.vocab_size, (length,), device="cuda") for length in (7, 1, 190, 2, 61)]
 

@@ -1,4 +1,4 @@
-"""MTP layers on CUDA: losses and gradients against the plain reference, in fp32, and in bf16 with all recomputed."""
+"""MTP layers on CUDA: losses and gradients against the plain reference, in fp32, and in bf16 with full recompute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantization by torch on a GPU gives the bytes that it gives on a CPU, which are tested against numpy."""
+"""Quantization by torch on a GPU gives the same bytes as on a CPU, which are tested against numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NCCL communicators given back and made anew behind the groups that everyone holds."""
+"""NCCL communicators that are released and recreated behind groups that everyone holds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def free_bytes() -> int:
 
 
 def use_everything(rank: int, size: int) -> None:
-    """Collectives over several groups, objects, a coalesced pair, and messages to the neighbour."""
+    """Collectives over several groups, objects, a coalesced pair, and messages to the neighbor."""
     for group in (mpu.get_tensor_model_parallel_group(), mpu.get_model_parallel_group(), None):
         value = torch.full((4,), float(rank + 1), device="cuda")
         dist.all_reduce(value, group=group)
@@ -62,7 +62,7 @@ def use_everything(rank: int, size: int) -> None:
 def release_and_use_again(rank: int, size: int, store: str, results: Any) -> None:
     try:
         if torch.cuda.device_count() < size:
-            os.environ["NCCL_HOSTID"] = str(rank)  # NCCL takes two ranks on a GPU as those of two hosts
+            os.environ["NCCL_HOSTID"] = str(rank)  # makes NCCL treat two ranks on one GPU as two hosts
         torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group("nccl", init_method=f"file://{store}", world_size=size, rank=rank)
         mpu.initialize_model_parallel(tensor_model_parallel_size=size)
@@ -84,7 +84,7 @@ def release_and_use_again(rank: int, size: int, store: str, results: Any) -> Non
 
 
 def run(size: int) -> list[list[float]]:
-    """MiB that each release gave back, by rank."""
+    """MiB that each release freed, by rank."""
     context = mp.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -119,5 +119,5 @@ def test_one_rank_gives_its_communicators_back_and_goes_on():
 @pytest.mark.gpu(1)
 def test_two_ranks_give_their_communicators_back_and_go_on():
     releases = run(2)
-    if torch.cuda.device_count() > 1:  # else ranks share the card, and most of the buffers are in host memory
+    if torch.cuda.device_count() > 1:  # otherwise ranks share the GPU, and most buffers are in host memory
         assert all(freed > 100 for rank in releases for freed in rank)

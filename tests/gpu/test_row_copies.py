@@ -1,4 +1,4 @@
-"""Sums of copied rows on CUDA: the kernel against fp64, to the bit from run to run, and no wait of the host."""
+"""Sums of copied rows on CUDA: the kernel against fp64, bitwise repeatable, without host waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_sums_and_gradients_equal_fp64(shape: tuple[int, ...], dtype: torch.dtyp
     row_of_copy = torch.randint(num_rows - 50, (num_copies,), generator=draw, device="cuda")  # some rows have none
     copies = RowCopies.of(row_of_copy, num_rows)
     x = torch.randn(num_copies, *shape, generator=draw, device="cuda").to(dtype)
-    # Blocks of memory that were just freed are full of these: rows that the kernel leaves out show.
+    # Freed blocks of memory are full of these, so that rows skipped by the kernel show.
     dirt = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(8)]
     del dirt
     actual = sum_copies(x, copies)

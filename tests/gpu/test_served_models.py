@@ -1,7 +1,7 @@
-"""Real SGLang servers on a GPU: what they serve after a push is what a server serves that started from those weights.
+"""Real SGLang servers on a GPU: after a push they serve the same as a server that started from those weights.
 
-Beyond the digests: log-probs of an FP8 server, and how many drafted tokens a speculating server accepts, which depends
-on every weight of its draft model.
+Beyond the digests: log-probs of an FP8 server, and the number of draft tokens that a speculating server accepts, which
+depends on every weight of its draft model.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def server_args(folder: Path, **flags: Any) -> Namespace:
 
 
 def first_gpu() -> int:
-    """As Ray numbers it: among those of the machine, not among those that this process sees."""
+    """The GPU's number as Ray gives it: among the machine's GPUs, not among those visible to this process."""
     return int(env.copy().get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
 
 
@@ -132,7 +132,7 @@ def checkpoints(folder: Path, case: FamilyCase) -> list[Path]:
             save_file(bf16, file, metadata={"format": "pt"})
         config = json.loads((path / "config.json").read_text()) | {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
         if config["model_type"] == "mimo":
-            config["model_type"] = "qwen2"  # its own comes with code of its repository; the architecture decides
+            config["model_type"] = "qwen2"  # its own type needs its repository's code; the architecture decides
         (path / "config.json").write_text(json.dumps(config))
     return folders
 
@@ -156,7 +156,7 @@ def test_an_fp8_server_serves_the_bf16_model_and_after_a_push_just_the_offline_c
 
 
 def reference_log_probs(case: FamilyCase, folder: Path) -> torch.Tensor:
-    """What transformers computes in fp32, on the host."""
+    """transformers' result in fp32, on the host."""
     tokens = torch.tensor(PROMPT)
     with torch.no_grad():
         log_probs = reference_logits(case.load_reference(folder), tokens).log_softmax(dim=-1)
@@ -164,7 +164,7 @@ def reference_log_probs(case: FamilyCase, folder: Path) -> torch.Tensor:
 
 
 def test_minimax_m2_is_served_as_transformers_has_it_and_pushed_into_in_fp8(tmp_path: Path) -> None:
-    """Which part of a head turns, and what is normed, the engine reads from names that transformers does not know."""
+    """The engine reads the rotated part of a head, and what is normed, from names that transformers does not know."""
     case = replace(minimax_m2.CASE, config={**minimax_m2.CASE.config, **SIZES, **MINIMAX})
     plain = checkpoints(tmp_path, case)
     converted = [tmp_path / f"fp8-{path.name}" for path in plain]
@@ -181,7 +181,7 @@ def test_minimax_m2_is_served_as_transformers_has_it_and_pushed_into_in_fp8(tmp_
 
 
 def test_a_decoded_token_sees_the_window_of_a_prompt(tmp_path: Path) -> None:
-    """Windows of five tokens in four of five layers: one key less moves log-probs by .5."""
+    """Windows of five tokens in four of five layers: one key fewer moves log-probs by .5."""
     case = replace(olmo3.CASE, config={**olmo3.CASE.config, **SIZES})
     folder, _ = checkpoints(tmp_path, case)
     with servers((folder, {})) as (engine,):

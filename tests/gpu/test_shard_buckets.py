@@ -1,4 +1,4 @@
-"""Buckets filled on a GPU, from parameters and from pinned host copies: the very bytes that gathering gives."""
+"""Buckets filled on a GPU, from parameters and from pinned host copies: the same bytes as by gathering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model on a GPU that gives its memory back: how much of it, and what comes back."""
+"""A model on a GPU that releases its memory: how much, and what is restored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.backends.megatron_utils.test_train_step import train
 pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 WIDE = {"hidden_size": 1024, "intermediate_size": 8192}
-"""Some 100 million parameters: segments of the allocator's own for weights, gradients and moments."""
+"""About 100 million parameters, so that weights, gradients and moments get separate allocator segments."""
 
 
 FALL_ASLEEP = """
@@ -42,7 +42,7 @@ kept = buffer.clone()
 memory.pause("weights")
 assert kept.eq(3.0).all()
 """
-"""What SGLang does with a buffer of the model on a GPU that is a second behind."""
+"""What SGLang does with a model buffer, on a GPU that is a second behind."""
 
 
 def test_an_engine_falls_asleep_behind_its_queued_kernels() -> None:
@@ -76,7 +76,7 @@ def test_a_sleeping_model_leaves_the_card_and_comes_back(tmp_path: Path) -> None
         awake = torch.cuda.memory_allocated()
         offloaded.offload(switch.current_copies())
         assert all(chunk.is_pinned() for chunk in offloaded.arena.chunks)
-        assert torch.cuda.memory_allocated() < awake / 10  # cuBLAS keeps its work space
+        assert torch.cuda.memory_allocated() < awake / 10  # cuBLAS keeps its workspace
         assert torch.cuda.memory_reserved() < awake / 5
         offloaded.onload()
         assert all(torch.equal(one, other.cpu()) for one, other in zip(kept, state(model, optimizer), strict=True))
@@ -85,7 +85,7 @@ def test_a_sleeping_model_leaves_the_card_and_comes_back(tmp_path: Path) -> None
 
 def test_pinned_memory_is_zero_and_is_released_with_its_last_tensor() -> None:
     size = 2**21 + 4096
-    for _ in range(8):  # the same addresses come again, and what is pinned cannot be pinned a second time
+    for _ in range(8):  # addresses are reused, and pinned memory cannot be pinned a second time
         room = host_bytes(size, is_pinned=True)
         view = room[4096:]
         assert room.is_pinned() and view.is_pinned() and not room.any()

@@ -14,7 +14,7 @@ from slime_plugins.models.glm5.sparse_attention import sparse_attention
 pytestmark = [pytest.mark.gpu(1), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Relative error against fp64 of what was computed from the same rounded inputs."""
+"""Relative error against fp64 on the same rounded inputs."""
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -24,7 +24,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def make_case(
     queries: int, heads: int, keys: int, listed: int, value_dim: int, rest: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random queries and keys; each row lists a number of keys that grows with the row, the last row all of them."""
+    """Random queries and keys; the number of listed keys grows with the row, up to all of them in the last row."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -81,7 +81,7 @@ def test_the_choice_of_keys_is_that_of_the_cpu() -> None:
     stream = PackedStream.from_offsets(offsets.cuda())
     on_gpu = choose_keys(query.cuda(), weight.cuda(), key.cuda(), stream, first_row=0, topk=128).cpu()
     first, second = (x.sort(dim=1).values for x in (on_cpu, on_gpu))
-    # Sums in another order let neighbours at the border change places.
+    # Sums in another order let neighbors at the border swap places.
     assert (first == second).float().mean() > 0.999
 
 
@@ -128,7 +128,7 @@ def test_a_small_model_in_bf16_equals_transformers(name: str, tmp_path: Path) ->
     model = get_model_provider(args)()
     load_hf_weights(args, [model], tmp_path)
     model.bfloat16()
-    # No row has more keys than are chosen: which keys are best is another matter in bf16 than in fp32.
+    # No row has more keys than are chosen, because bf16 and fp32 may rank keys differently.
     topk = case.config["index_topk"]
     sequences = [torch.randint(case.vocab_size, (length,), device="cuda") for length in (topk, 1, 3)]
     reference = case.load_reference(tmp_path).cuda()

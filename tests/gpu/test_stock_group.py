@@ -1,6 +1,6 @@
-"""SGLang's update group over NCCL, between two processes on one GPU: an engine that breaks it sets the trainer free.
+"""SGLang's update group over NCCL, between two processes on one GPU: a failing engine does not block the trainer.
 
-NCCL takes two ranks on a GPU where they seem to be on two hosts, and talks over sockets then.
+NCCL accepts two ranks on one GPU if they appear to be on two hosts, and then uses sockets.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def serve(host: str, answers: Connection) -> None:
 
 
 def use_hosts(name: str) -> None:
-    """Let NCCL take this process for one on a host of that name."""
+    """Make NCCL see this process on a host of that name."""
     import os
 
     os.environ |= {"NCCL_HOSTID": name, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
@@ -110,7 +110,7 @@ def test_an_engine_that_breaks_the_group_sets_the_trainer_free_and_the_next_grou
                 began_s = time.monotonic()
                 group.broadcast(bucket, "1", participants)
                 assert "no room for this bucket" in participants.reasons[0]
-                torch.cuda.synchronize()  # a broadcast under way would hold up the GPU
+                torch.cuda.synchronize()  # a pending broadcast would block the GPU
                 assert time.monotonic() - began_s < TIMEOUT_S
                 assert bucket[0][1].sum().item() == SIZE
     finally:

@@ -59,7 +59,7 @@ def quantize_by_table(weight: torch.Tensor, kind: str = "fp8_block") -> tuple[to
 @pytest.mark.parametrize("kind", ["fp8_block", "fp8_block_ue8m0"])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_quotients_round_as_in_torch_for_every_element(dtype: torch.dtype, kind: str) -> None:
-    """67 million elements a dtype: magnitudes over 40 octaves, and multiples of the scale that lie on ties of e4m3."""
+    """67 million elements per dtype: magnitudes over 40 octaves, and multiples of the scale on ties of e4m3."""
     generator = torch.Generator("cuda").manual_seed(5)
 
     def random(*shape: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_a_table_reads_what_the_parameters_hold_at_each_run() -> None:
 
 
 def test_a_stacked_parameter_of_more_than_two_to_the_31_elements() -> None:
-    """Offsets of the last rows do not fit 32 bits."""
+    """Offsets of the last rows do not fit into 32 bits."""
     weight = torch.zeros(17 << 17, 1024, device="cuda", dtype=torch.bfloat16)
     weight[-128:] = torch.randn(128, 1024, device="cuda", dtype=torch.bfloat16)
     rows, columns = weight.shape
@@ -136,7 +136,7 @@ def test_copies_and_comparisons_equal_the_torch_path() -> None:
     fused.copy(flat)
     assert plain.count_differences(flat).sum() == 0
     assert fused.count_differences(flat).sum() == 0
-    # Rounding to bf16 and fp16, which the interpreter of the CPU tests does not do.
+    # Rounding to bf16 and fp16, which the CPU tests' interpreter does not do.
     values = torch.randn(300, 500, device="cuda") * 100
     for dtype in (torch.bfloat16, torch.float16):
         held = torch.zeros(300, 500, device="cuda", dtype=dtype)
@@ -173,7 +173,7 @@ def test_digests_equal_the_definition() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_bucket_in_the_memory_of_another_gpu_is_loaded_through_a_buffer_of_this_one() -> None:
-    """As the receiver does: torch's copies reach the memory of another GPU, kernels of this one do not."""
+    """As in the receiver: torch's copies reach another GPU's memory, kernels of this one do not."""
     flat = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device="cuda:1")
     held = torch.zeros(1 << 19, dtype=torch.bfloat16, device="cuda:0")
     table = CopyTable([CopyItem(held, 0, (1,), torch.bfloat16)])

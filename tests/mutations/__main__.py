@@ -1,9 +1,9 @@
-"""``python -m tests.mutations``: run the mutation tests: put known bugs back and report which test catches each.
+"""``python -m tests.mutations``: put known bugs back and report which test catches each.
 
 python -m tests.mutations                 all mutations
 python -m tests.mutations --quick         without the slow ones
-python -m tests.mutations --only whiten   those whose bug or target has the word
-python -m tests.mutations --json FILE     the verdicts as JSON too
+python -m tests.mutations --only whiten   those with the word in the bug or target
+python -m tests.mutations --json FILE     also write the verdicts as JSON
 """
 
 from __future__ import annotations

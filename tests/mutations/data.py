@@ -1,4 +1,4 @@
-"""Bugs of what reaches the trainer: groups, masks, rewards, continued responses, teachers, weight versions."""
+"""Bugs in the trainer's input: groups, masks, rewards, continued responses, teachers, weight versions."""
 
 from __future__ import annotations
 

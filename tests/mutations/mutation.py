@@ -1,8 +1,8 @@
-"""Mutations: a known bug as a small patch of one function, which gets its own code back afterwards.
+"""Mutations: a known bug as a small patch of one function, which is restored afterwards.
 
-The twin is the function's own source with one piece of text replaced.  Its code object takes the place of the
-original's, so that everybody who holds the function (importers, registries, classes) has the twin, and nothing has to
-be found and restored but one attribute.
+The mutant is the function's own source with one piece of text replaced.  Its code object replaces the original's, so
+that all holders of the function (importers, registries, classes) get the mutant, and only one attribute must be
+restored.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Mutation:
     new: str
     """Its replacement."""
     tests: tuple[str, ...] = ()
-    """Test ids (file::function[parameters]); each of them passes, and fails under the twin."""
+    """Test ids (file::function[parameters]); each passes, and fails with the mutant."""
     cells: tuple[tuple[str, str], ...] = ()
-    """(layout, variant) of ``tests.oracle.variants`` that agree with the reference, and do not under the twin."""
+    """(layout, variant) of ``tests.oracle.variants`` that agree with the reference, but not with the mutant."""
     is_slow: bool = False
-    """Seconds each: run by the command and not by the suite."""
+    """True if checks take seconds each: only the command runs them, not the suite."""
 
     def __post_init__(self) -> None:
         assert self.tests or self.cells, f"{self.bug}: nothing is named that should catch it"
 
     def with_one_check(self) -> Mutation:
-        """Return the mutation with its first test alone, or with its first cell when it has no test."""
+        """Return the mutation with only its first test, or its first cell if it has no test."""
         return replace(self, tests=self.tests[:1], cells=() if self.tests else self.cells[:1])
 
     def why_it_does_not_apply(self) -> str:
-        """Return the reason why the patch no longer fits the code; empty when it does."""
+        """Return the reason why the patch no longer fits the code; empty if it does."""
         try:
             function = find_function(self.target)
             twin_code(function, self.old, self.new)
@@ -55,10 +55,10 @@ class Mutation:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within the block the target is its twin, in this process.
+        """Replace the target by its mutant within the block, in this process.
 
         Raises:
-            AssertionError: the text is not in the source, or not once: the code has changed, and so must the mutation.
+            AssertionError: the text is not in the source exactly once: the code has changed, and so must the mutation.
         """
         function = find_function(self.target)
         original = function.__code__
@@ -70,7 +70,7 @@ class Mutation:
 
 
 def find_function(target: str) -> FunctionType:
-    """Return the plain function behind ``module:qualified.name``, without decorators."""
+    """Return the plain function of ``module:qualified.name``, without decorators."""
     module, _, path = target.partition(":")
     found: Any = importlib.import_module(module)
     for name in path.split("."):
@@ -87,7 +87,7 @@ def twin_code(function: FunctionType, old: str, new: str) -> CodeType:
     assert count == 1, f"{function.__module__}.{function.__qualname__} has {old!r} {count} times, not once"
     source = source.replace(old, new)
     source = source[_start_of_def(source) :]
-    # Free variables, such as the __class__ of a method that calls super(), must exist around the twin as well.
+    # Free variables, such as the __class__ of a method that calls super(), must exist around the mutant as well.
     free = function.__code__.co_freevars
     if free:
         names = ", ".join(free)
@@ -100,7 +100,7 @@ def twin_code(function: FunctionType, old: str, new: str) -> CodeType:
 
 
 def _start_of_def(source: str) -> int:
-    """Return the line where the function begins, behind its decorators."""
+    """Return the line where the function begins, after its decorators."""
     for keyword in ("def ", "async def "):
         if source.startswith(keyword):
             return 0

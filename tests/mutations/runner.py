@@ -1,4 +1,4 @@
-"""Run the mutations: every test and cell of one passes without its bug, and fails with it."""
+"""Runs the mutations: every test and cell of one passes without its bug, and fails with it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.oracle.trainer import Cell, run_cells
 from tests.oracle.variants import PACKING_OF, SEEDS
 
 RANKS_S = 120.0
-"""For the cells of one bug."""
+"""Seconds for the cells of one bug."""
 TESTS_S = 380.0
-"""For the tests of all bugs, where a caller waits for them."""
+"""Seconds for the tests of all bugs, if a caller waits for them."""
 BROKEN_TWINS = ("NameError", "SyntaxError", "ImportError", "UnboundLocalError")
-"""A mutated function that raises one of these has a mistake of its own: catching it proves nothing."""
+"""Errors that show a mistake in the mutation itself, so that catching it proves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def is_caught(self) -> bool:
-        """By every check that is named for it."""
+        """Whether every check named for it catches it."""
         return all(verdict.is_sound and verdict.is_caught for verdict in self.verdicts)
 
 
@@ -98,7 +98,7 @@ def verdicts_of_tests(mutations: Iterable[Mutation]) -> dict[Mutation, list[Verd
 
 
 def _is_of(test: str, name: str) -> bool:
-    """Return True when a test belongs to an id given without parameters, or to a whole file."""
+    """Return True if a test belongs to an id without parameters, or to a whole file."""
     return name == test or name.startswith((f"{test}[", f"{test}::"))
 
 
@@ -111,7 +111,7 @@ def _shortened(message: str) -> str:
 
 
 def verdicts_of_tests_in_fork(mutations: Sequence[Mutation]) -> dict[Mutation, list[Verdict]]:
-    """Run ``verdicts_of_tests`` in a process of its own: for callers that pytest itself runs."""
+    """Run ``verdicts_of_tests`` in a separate process, for callers that pytest itself runs."""
     context = fork_context()
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_send_verdicts, args=(list(mutations), sender))
@@ -140,7 +140,7 @@ def _send_verdicts(mutations: list[Mutation], sender: Connection) -> None:
 
 
 def verdicts_of_cells(mutations: Iterable[Mutation]) -> dict[Mutation, list[Verdict]]:
-    """Run every named cell of the oracle, once without any bug and once with each, in processes of their own."""
+    """Run every named cell of the oracle, once without any bug and once with each, in separate processes."""
     mutations = [mutation for mutation in mutations if mutation.cells]
     if not mutations:
         return {}

@@ -1,4 +1,4 @@
-"""Functions of every kind that a mutation may patch, for the test of the patching."""
+"""Functions of every kind that a mutation may patch, to test the patching."""
 
 from __future__ import annotations
 

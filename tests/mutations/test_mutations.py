@@ -1,6 +1,6 @@
-"""Every known bug, put back into the code, is noticed by a test that is named for it.
+"""Every known bug, put back into the code, is caught by a test named for it.
 
-``python -m tests.mutations`` runs all checks of each; here each bug has its first one, and the slow ones are left out.
+``python -m tests.mutations`` runs all checks of each; here each bug has its first one, and slow ones are skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far what the ranks computed is from the reference, as numbers: for the tests and for the table."""
+"""Errors of the ranks' results against the reference, as numbers for the tests and for the table."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.oracle.step import advantages_and_returns, expected_steps
 from tests.oracle.variants import ROLLOUTS_PER_STEP, arguments, problem
 
 FLOOR = 0.05
-"""Errors are relative to the largest number of the kind, or to this where everything is smaller."""
+"""Errors are relative to the largest number of the kind, or to this if all are smaller."""
 BOUNDS = {"advantages": 2e-6, "metrics": 1e-5, "gradient": 5e-6}
 """float32 against float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """The worst of each kind; relative."""
+    """The worst relative error of each kind."""
 
     advantages: float = 0.0
     metrics: float = 0.0
-    """Of the loss too."""
+    """Metrics, including the loss."""
     gradient: float = 0.0
     worst_metric: str = ""
 
@@ -36,12 +36,12 @@ class Errors:
         return all(getattr(self, kind) <= bound for kind, bound in BOUNDS.items())
 
     def worst(self) -> float:
-        """Of the three, in units of its bound."""
+        """The worst of the three, in units of its bound."""
         return max(getattr(self, kind) / bound for kind, bound in BOUNDS.items())
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Largest difference over the largest number; infinite where shapes differ or a number is not finite."""
+    """Largest difference over the largest number; infinite if shapes differ or a number is not finite."""
     if found.shape != wanted.shape or not bool(torch.isfinite(found).all()):
         return math.inf
     if not wanted.numel():

@@ -1,4 +1,4 @@
-"""Random ragged batches for the comparison with the reference, and a tiny policy to differentiate."""
+"""Random ragged batches for the comparison with the reference, and a tiny differentiable policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY = 11
 
 
 def random_examples(seed: int, num_rollouts: int = 8) -> list[Example]:
-    """Rollouts of one to three samples each; among them empty and one-token responses and fully masked samples."""
+    """Rollouts of one to three samples each, including empty and one-token responses and fully masked samples."""
     rng = random.Random(seed)
     examples = []
     for rollout_id in range(num_rollouts):
@@ -41,7 +41,7 @@ def random_examples(seed: int, num_rollouts: int = 8) -> list[Example]:
 
 
 def as_samples(examples: list[Example]) -> list[Sample]:
-    """The product's own samples with the same content."""
+    """slime's samples with the same content."""
     return [
         Sample(
             index=index,
@@ -61,6 +61,6 @@ def as_samples(examples: list[Example]) -> list[Sample]:
 
 
 def bigram_policy(seed: int) -> Tensor:
-    """[V, V] logits of the next token for each token: the simplest policy whose gradient tells tokens apart."""
+    """[V, V] logits of the next token for each token: the simplest policy whose gradient distinguishes tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""The trainer's gradient against finite differences of the trainer's own loss: float64, from the loss to the logits.
+"""The trainer's gradient against finite differences of its own loss: float64, from the loss to the logits.
 
-Central differences along random directions.  A loss may hold parts of itself constant (``detach``: the weight of
-CISPO, an old log-prob that is the present one); its derivative is then that of the loss with these parts frozen.  So
-every ``detach`` is recorded where the gradient is taken, and gives the same values again where the loss is measured.
+Central differences along random directions.  A loss may hold parts of itself constant (``detach``: CISPO's
+weight, an old log-prob that equals the current one); its derivative is then that of the loss with these parts frozen.
+So every ``detach`` is recorded when the gradient is taken, and returns the same values when the loss is measured.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ STEP = 1e-5
 NUM_DIRECTIONS = 6
 SEED = 3
 IN_FLOAT32 = ("critic", "critic_per_token", "custom_loss")
-"""The trainer itself makes float32 of the critic's values and of a custom loss's logits."""
+"""Cases in which the trainer converts to float32: the critic's values and a custom loss's logits."""
 DIFFERENTIABLE = tuple(variant for variant in VARIANTS if variant not in IN_FLOAT32)
 
 
 class FrozenConstants(TorchFunctionMode):
-    """Records what every ``detach`` gives, or, with a record, gives it again."""
+    """Records the result of every ``detach``, or, given a record, returns it."""
 
     def __init__(self, record: list[Tensor] | None = None) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def _loss_of_step(
 
 
 def _measured(loss_at: Callable[[Tensor], Tensor], logits: Tensor, record: list[Tensor]) -> float:
-    # With a gradient asked for as before: the loss takes the same way.
+    # With a gradient requested as before, so that the loss takes the same path.
     with FrozenConstants(record):
         return float(loss_at(logits.requires_grad_()))
 

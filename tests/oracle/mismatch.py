@@ -1,7 +1,7 @@
-"""MIS written plainly: which weight each token gets, which tokens are rejected, and what is reported of it.
+"""MIS written plainly: each token's weight, which tokens are rejected, and the reported metrics.
 
-As ``reference``: float64, one sample at a time, nothing imported from slime.  The steps are, in this order: ratios at
-their level, veto and rejection, the bound on the weights, the division by their mean.
+Like ``reference``: float64, one sample at a time, nothing imported from slime.  The steps are, in this order: ratios
+at their level, veto and rejection, bounding the weights, dividing by their mean.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from tests.oracle.reference import Example, f64
 
 FARTHEST = 20.0
-"""No log-ratio counts for more than this many nats."""
+"""Log-ratios are clamped to this many nats."""
 
 
 @dataclass
 class Verdict:
-    """Of one sample: a weight and a 0 or 1 for each response token, and metrics by name."""
+    """The result for one sample: a weight and a 0 or 1 for each response token, and metrics by name."""
 
     weights: list[float]
     keeps: list[int]
@@ -44,7 +44,7 @@ def ratios(example: Example, level: str) -> list[float]:
 
 
 def multiple_importance_sampling(examples: list[Example], settings: dict[str, Any]) -> list[Verdict]:
-    """Of the samples of one micro-batch; ``settings`` are the keys of mis.yaml, all of them."""
+    """The result for the samples of one micro-batch; ``settings`` has all keys of mis.yaml."""
     upper = settings["tis_upper_bound"]
     lower = 1 / upper if settings["tis_lower_bound"] is None else settings["tis_lower_bound"]
     rs_lower = lower if settings["rs_lower_bound"] is None else settings["rs_lower_bound"]
@@ -98,7 +98,7 @@ def multiple_importance_sampling(examples: list[Example], settings: dict[str, An
 
 
 def mean_weight(verdicts: list[Verdict], *, by_sequence: bool) -> float:
-    """Over kept tokens, or over the sequences that keep any of their means; 1 where nothing is kept."""
+    """Mean over kept tokens, or over the means of sequences that keep any; 1 if nothing is kept."""
     kept = [
         [weight for weight, keep in zip(verdict.weights, verdict.keeps, strict=True) if keep] for verdict in verdicts
     ]
@@ -109,7 +109,7 @@ def mean_weight(verdicts: list[Verdict], *, by_sequence: bool) -> float:
 
 
 def divergence(example: Example) -> dict[str, list[float]]:
-    """How far trainer and engine are apart; each number on every token."""
+    """Divergence of trainer and engine; each number on every token."""
     trained = trained_positions(example)
     count = max(len(trained), 1)
     metrics = {}

@@ -1,4 +1,4 @@
-"""A user's own advantage, loss and reducer, as the flags take them; their plain twins are in ``step``."""
+"""A user's advantage, loss and reducer, as the flags accept them; their plain versions are in ``step``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ TOKENS_OF_A_STEP = 64.0
 
 
 def leave_one_out(args: Namespace, rollout_data: dict[str, Any]) -> None:
-    """RLOO: the reward less the mean of the other samples' of this rollout (arXiv:2402.14740).
+    """RLOO: the reward minus the mean of the rollout's other samples (arXiv:2402.14740).
 
-    The raw rewards of the whole rollout are on every rank, and so is the position of a rank's samples in it.
+    Every rank has the raw rewards of the whole rollout, and its samples' positions in it.
     """
     raw = rollout_data["raw_reward"]
     advantages = []
@@ -39,7 +39,7 @@ def constant_divisor_reducer(
 def squared_log_prob(
     args: Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of each row that predicts a response token, the square of its log-probability."""
+    """The square of the log-probability, for each row that predicts a response token."""
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 
     _, found = get_log_probs_and_entropy(

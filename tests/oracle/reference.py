@@ -1,7 +1,7 @@
 """The whole loss of a training step, written as plainly as possible: float64, one sample at a time, loops over tokens.
 
-Nothing here is packed, chunked, sharded or fast, and nothing is imported from slime: it is the definition that the
-product is compared with.  Read it top to bottom in this order: which tokens count, log-probabilities, rewards and
+Nothing here is packed, chunked, sharded or fast, and nothing is imported from slime: it is the definition that
+slime is compared with.  Read it top to bottom in this order: which tokens count, log-probabilities, rewards and
 advantages, token losses, the mean.
 
 Conventions: lists over samples are plain lists, a tensor belongs to one sample; position p of the logits predicts
@@ -19,24 +19,24 @@ from torch import Tensor
 
 @dataclass
 class Example:
-    """One trained sequence.  Several examples with one ``rollout_id`` came from one execution of a prompt."""
+    """One trained sequence.  Examples with the same ``rollout_id`` came from one execution of a prompt."""
 
     tokens: list[int]
     response_length: int
     mask: list[int]
-    """1 for each response token that is trained (the model wrote it), else 0 (a tool did)."""
+    """1 for each trained response token (written by the model), else 0 (written by a tool)."""
     rollout_id: int
     reward: float = 0.0
     old: list[float] = field(default_factory=list)
     """Log-probability of each response token under the policy before the step."""
     rollout: list[float] = field(default_factory=list)
-    """... as the engine recorded it while sampling."""
+    """... as recorded by the engine while sampling."""
     reference: list[float] = field(default_factory=list)
-    """... under the policy to stay close to."""
+    """... under the reference policy."""
     values: list[float] = field(default_factory=list)
-    """What the critic expected before each response token."""
+    """The critic's prediction before each response token."""
     nucleus: list[list[int]] = field(default_factory=list)
-    """The tokens that top-p sampling chose each response token from; empty where that was not recorded."""
+    """The tokens from which top-p sampling chose each response token; empty if not recorded."""
 
     @property
     def prompt_length(self) -> int:
@@ -58,7 +58,7 @@ def log_softmax(logits: Tensor, temperature: float = 1.0) -> Tensor:
 def response_log_probs(example: Example, logits: Tensor, temperature: float = 1.0, top_p: bool = False) -> Tensor:
     """Log-probability of each response token, from the [L, V] logits of the whole sequence.
 
-    With top_p among the tokens of its nucleus alone, the chosen one included.
+    With top_p, only over the tokens of its nucleus, which includes the chosen one.
     """
     chosen = []
     for position in range(example.prompt_length, len(example.tokens)):
@@ -73,7 +73,7 @@ def response_log_probs(example: Example, logits: Tensor, temperature: float = 1.
 
 
 def response_entropies(example: Example, logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy of the distribution that each response token was drawn from."""
+    """Entropy of the distribution from which each response token was sampled."""
     entropies = []
     for position in range(example.prompt_length, len(example.tokens)):
         log_p = log_softmax(logits[position - 1], temperature)
@@ -96,7 +96,7 @@ def kl(log_prob: Tensor, base: Tensor, kind: str, ratio: Tensor | float = 1.0) -
 
 
 def group_normalised(rewards: list[float], group_size: int, divide_by_std: bool = True) -> list[float]:
-    """Reward less the mean of its group, over the unbiased standard deviation plus 1e-6."""
+    """Reward minus the mean of its group, over the unbiased standard deviation plus 1e-6."""
     normalised: list[float] = []
     for start in range(0, len(rewards), group_size):
         group = rewards[start : start + group_size]
@@ -109,7 +109,7 @@ def group_normalised(rewards: list[float], group_size: int, divide_by_std: bool 
 
 
 def relative_rewards(examples: list[Example], group_size: int, baseline: str, divide_by_std: bool) -> list[float]:
-    """Reward of each sample against the rollouts of its prompt, each of which counts once.
+    """Reward of each sample relative to the prompt's rollouts, each of which counts once.
 
     ``baseline``: mean (GRPO and its kin, REINFORCE++-baseline), or others (RLOO: the mean of the other rollouts).
     """
@@ -138,7 +138,7 @@ def reward_on_every_token(example: Example) -> Tensor:
 
 
 def leave_one_out(examples: list[Example], example: Example) -> Tensor:
-    """RLOO: the reward less the mean reward of all the others."""
+    """RLOO: the reward minus the mean reward of all the others."""
     others = [other.reward for other in examples if other is not example]
     return torch.full((example.response_length,), example.reward - sum(others) / len(others), dtype=torch.float64)
 
@@ -160,9 +160,9 @@ def gae(
     lambd: float,
     values: list[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """PPO: advantages and returns of the trained tokens, the only steps there are; 0 on the others.
+    """PPO: advantages and returns of the trained tokens, the only time steps; 0 on the others.
 
-    The reward is on the last step, the value after it is 0.
+    The reward is on the last step, and the value after it is 0.
     """
     values = example.values if values is None else values
     steps = [position for position, trains in enumerate(example.mask) if trains]
@@ -178,7 +178,7 @@ def gae(
 
 
 def whitened(advantages: list[Tensor], examples: list[Example]) -> list[Tensor]:
-    """Over the mean and unbiased variance of all trained tokens of the rollout."""
+    """Normalized by the mean and unbiased variance of all trained tokens of the rollout."""
     trained = [
         float(advantage)
         for row, example in zip(advantages, examples, strict=True)
@@ -199,7 +199,7 @@ def mean_over_trained_tokens(values: Tensor, example: Example) -> Tensor:
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
-    """PPO's pessimistic loss; above ``dual * |A|`` no further where A < 0."""
+    """PPO's pessimistic loss; where A < 0, at most ``dual * |A|``."""
     losses = []
     for r, advantage in zip(ratio, advantages, strict=True):
         loss = max(-r * advantage, -r.clamp(1 - low, 1 + high) * advantage)
@@ -210,7 +210,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
 
 
 def is_clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """1 where the clipped term is the larger loss: a gain beyond the trust region."""
+    """1 where the clipped term is the larger loss: a gain outside the trust region."""
     gains = [
         (advantage > 0 and r > 1 + high) or (advantage < 0 and r < 1 - low)
         for r, advantage in zip(ratio.tolist(), advantages.tolist(), strict=True)
@@ -235,13 +235,13 @@ def cispo_losses(example: Example, log_prob: Tensor, advantages: Tensor, low: fl
 
 
 def opsm_keeps(example: Example, log_prob: Tensor, advantages: Tensor, delta: float) -> Tensor:
-    """0 for punished tokens of a sequence that has moved away by more than delta, else 1."""
+    """0 for negative-advantage tokens of a sequence that has moved away by more than delta, else 1."""
     drift = mean_over_trained_tokens(f64(example.old) - log_prob.detach(), example)
     return f64([0.0 if advantage < 0 and drift > delta else 1.0 for advantage in advantages.tolist()])
 
 
 def mismatch_weights(example: Example, low: float, high: float, drop: bool) -> Tensor:
-    """Trainer over engine: cut to the bounds (TIS), or 0 beyond them (IcePop)."""
+    """Trainer over engine: clamped to the bounds (TIS), or 0 outside them (IcePop)."""
     weights = (f64(example.old) - f64(example.rollout)).exp()
     if drop:
         return f64([float(weight) if low <= weight <= high else 0.0 for weight in weights])
@@ -258,7 +258,7 @@ def value_losses(values: Tensor, example: Example, returns: Tensor, clip: float)
 
 
 def mean_over_rollouts(token_losses: list[Tensor], examples: list[Example]) -> Tensor:
-    """Mean over rollouts of the mean over the trained tokens of the rollout, whatever samples they lie in."""
+    """Mean over rollouts of the mean over the rollout's trained tokens, however they are split into samples."""
     total = f64(0.0)
     rollout_ids = sorted({example.rollout_id for example in examples})
     for rollout_id in rollout_ids:
@@ -281,7 +281,7 @@ def mean_over_tokens(token_losses: list[Tensor], examples: list[Example]) -> Ten
 
 
 def sum_over_constant(token_losses: list[Tensor], examples: list[Example], constant: float) -> Tensor:
-    """Dr. GRPO: a trained token weighs the same in short and long responses, and in small and large batches."""
+    """Dr. GRPO: a trained token has the same weight in short and long responses, and in small and large batches."""
     summed = f64(0.0)
     for losses, example in zip(token_losses, examples, strict=True):
         summed = summed + sum((x for x, m in zip(losses, example.mask, strict=True) if m), f64(0.0))

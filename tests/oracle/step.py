@@ -1,7 +1,7 @@
-"""What a whole training step must give, put together from ``reference``: advantages, loss, metrics.
+"""The expected results of a whole training step, from ``reference``: advantages, loss, metrics.
 
-``args`` are the trainer's own flags, and only here are they looked at; the formulas are all in ``reference``.  The
-policy is a table: the logits after a token are a row of it, so that every part of the gradient can be told apart.
+``args`` are the trainer's own flags, and only this module reads them; the formulas are all in ``reference``.  The
+policy is a table: the logits after a token are a row of it, so that every part of the gradient can be distinguished.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.oracle.variants import GROUP_SIZE, MIS_SETTINGS, RLOO
 
 
 def teacher_log_probs(example: Example) -> Tensor:
-    """Of another policy than any of the example's own."""
+    """Log-probs of a policy other than any of the example's."""
     return 0.6 * f64(example.reference) - 0.2
 
 
 def estimator_rewards(args: Namespace, examples: list[Example]) -> list[float]:
-    """What the estimator sees of each sample's reward."""
+    """The estimator's input for each sample's reward."""
     if args.advantage_estimator == RLOO:
         return reference.relative_rewards(examples, GROUP_SIZE, "others", divide_by_std=False)
     if args.advantage_estimator in ("grpo", "gspo", "cispo"):
@@ -35,7 +35,7 @@ def estimator_rewards(args: Namespace, examples: list[Example]) -> list[float]:
 
 
 def advantages_and_returns(args: Namespace, examples: list[Example]) -> tuple[list[Tensor], list[Tensor]]:
-    """Of every example of the rollout, all steps together."""
+    """Of every example of the rollout, for all steps together."""
     kind = args.advantage_estimator
     raw = examples
     examples = [
@@ -66,7 +66,7 @@ def advantages_and_returns(args: Namespace, examples: list[Example]) -> tuple[li
 
 
 def policy_tokens(args: Namespace, example: Example, logits: Tensor, advantage: Tensor) -> dict[str, Tensor]:
-    """Per-token loss and metrics of one sample; what is reduced over the step."""
+    """Per-token loss and metrics of one sample, to be reduced over the step."""
     log_prob = reference.response_log_probs(example, logits, args.rollout_temperature, args.rollout_top_p != 1.0)
     entropy = reference.response_entropies(example, logits, args.rollout_temperature)
     if args.use_rollout_logprobs:
@@ -114,7 +114,7 @@ def policy_tokens(args: Namespace, example: Example, logits: Tensor, advantage: 
 
 
 def correct(args: Namespace, example: Example, train: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Metrics, weight and 0 or 1 of each token, by the mismatch between trainer and engine."""
+    """Metrics, weight and 0 or 1 of each token, from the mismatch between trainer and engine."""
     sample = Example(**{**vars(example), "old": train.tolist()})
     weight = (train - f64(example.rollout)).exp()
     everything = torch.ones_like(weight)
@@ -148,7 +148,7 @@ def step_tokens(
 def expected_steps(
     args: Namespace, examples: list[Example], table: Tensor, rollouts_per_step: int
 ) -> list[tuple[dict[str, float], Tensor]]:
-    """[step] the metrics (loss among them) and the gradient of the loss with respect to ``table``."""
+    """[step] the metrics (including the loss) and the gradient of the loss with respect to ``table``."""
     advantages, targets = advantages_and_returns(args, examples)
     rows = list(zip(examples, advantages, targets, strict=True))
     mean = reference.mean_over_tokens if args.calculate_per_token_loss else reference.mean_over_rollouts

@@ -1,4 +1,4 @@
-"""Gradients against finite differences in float64: of the trainer's whole loss, and of what it holds in float32."""
+"""Gradients against finite differences in float64: of the trainer's whole loss, and of its float32 parts."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ IN_THE_SUITE = (
     "unbiased_kl",
     "mis_sequence",
 )
-"""``python -m tests.algorithms`` does all of them."""
+"""A subset; ``python -m tests.algorithms`` runs all of them."""
 
 
 @pytest.fixture(scope="module")

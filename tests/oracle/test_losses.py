@@ -23,7 +23,7 @@ def close(actual, expected):
 
 
 def drawn(examples, seed):
-    """Present log-probabilities near the old ones, for both sides: float32 leaves and their float64 twins."""
+    """Current log-probabilities near the old ones, for both sides: float32 leaves and their float64 copies."""
     generator = torch.Generator().manual_seed(seed)
     product = [
         (torch.tensor(example.old) + 0.6 * torch.randn(example.response_length, generator=generator)).requires_grad_()

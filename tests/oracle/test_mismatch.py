@@ -1,4 +1,4 @@
-"""MIS against its plain reference on random ragged batches: every level, mode, rejection, veto and normalisation."""
+"""MIS against its plain reference on random ragged batches: every level, mode, rejection, veto and normalization."""
 
 import itertools
 
@@ -43,7 +43,7 @@ def test_weights_masks_and_metrics(seed):
 
 
 def assert_close(found, wanted, examples, what):
-    """On the trained tokens; what stands elsewhere counts nowhere."""
+    """Compares only trained tokens; other values do not matter."""
     for row, numbers, example in zip(found, wanted, examples, strict=True):
         trains = torch.tensor(example.mask) != 0
         torch.testing.assert_close(

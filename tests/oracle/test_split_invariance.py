@@ -1,8 +1,8 @@
-"""However a batch is cut into steps' micro-batches and ranks, loss and gradient of each step are the reference's.
+"""However a batch is split into micro-batches and ranks, loss and gradient of each step equal the reference's.
 
-The product's own pieces are run in one process, rank after rank: convert, schedule, split, pack, log-probabilities of
-the response windows, policy loss, reduction, scaling; then what Megatron does with the result (divide by
-micro-batches, average over ranks) is done by hand.
+Runs slime's own pieces in one process, rank after rank: convert, schedule, split, pack, log-probabilities of
+the response windows, policy loss, reduction, scaling; Megatron's part (dividing by
+micro-batches, averaging over ranks) is done by hand.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GLOBAL_BATCH_SIZE = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """How the batch is cut."""
+    """How the batch is split."""
 
     dp_size: int = 1
     cp_size: int = 1
@@ -95,7 +95,7 @@ LAYOUTS = [
 
 
 def random_layout(rng, num_samples):
-    """Any way to cut a batch whose smallest step has ``num_samples`` samples."""
+    """A random split of a batch whose smallest step has ``num_samples`` samples."""
     dp_size = rng.choice([size for size in (1, 2, 3, 4) if size <= num_samples])
     is_static = rng.random() < 0.2 and dp_size == 1
     return Layout(
@@ -139,7 +139,8 @@ def expected_steps(examples, theta, estimator, per_token):
 
 
 def columns(examples, rank):
-    """What the trainer adds to a rank's data before training: whole responses here, cut per rank below."""
+    """The columns that the trainer adds to a rank's data before training: whole responses here, split per rank
+    below."""
     picked = [examples[position] for position in rank["partition"]]
     rank["old"] = [torch.tensor(example.old) for example in picked]
     rank["reference"] = [torch.tensor(example.reference) for example in picked]
@@ -147,7 +148,7 @@ def columns(examples, rank):
 
 
 def micro_batch_loss(batch, parameters, layout, estimator, per_token, metrics) -> list[Tensor]:
-    """[context-parallel rank] reduced loss of one micro-batch; ranks meet only where the product lets them.
+    """[context-parallel rank] reduced loss of one micro-batch; ranks communicate only where slime lets them.
 
     Reduced metrics are added to ``metrics``.
     """
@@ -212,7 +213,7 @@ def micro_batch_loss(batch, parameters, layout, estimator, per_token, metrics) -
 
 
 def gathered(log_probs, index, total, response):
-    """What the differentiable all-reduce over context-parallel ranks gives."""
+    """The result of the differentiable all-reduce over context-parallel ranks."""
     return sum(
         place_response(pieces[index], total, response, CPRank(cp_rank, len(log_probs)))
         for cp_rank, pieces in enumerate(log_probs)
@@ -220,7 +221,7 @@ def gathered(log_probs, index, total, response):
 
 
 def product_steps(examples, theta, layout, estimator, per_token):
-    """[step] loss, gradient and mean metrics by the product."""
+    """[step] loss, gradient and mean metrics by slime."""
     samples = as_samples(examples)
     rewards = [example.reward for example in examples]
     train_data = samples_to_train_data(samples, rewards, rewards)
@@ -256,7 +257,7 @@ def product_steps(examples, theta, layout, estimator, per_token):
                     num_tokens = num_tokens + num_loss_tokens(batch["loss_masks"])
         total = total / num_tokens if per_token else total / (layout.dp_size * layout.cp_size)
         (total + 0 * parameters.sum()).backward()
-        # as the trainer's metrics: over the rollouts of the step, or the tokens, which each context rank counts
+        # like the trainer's metrics: over the rollouts of the step, or the tokens, which each context rank counts
         denominator = num_tokens.item() / layout.cp_size if per_token else step_size
         results.append((total.detach(), parameters.grad, {name: sums / denominator for name, sums in metrics.items()}))
         first += num_microbatches

@@ -1,9 +1,9 @@
 """The trainer's own loss function on real ranks and in one process, against the reference: the same advantages,
-loss, metrics and gradient of every step, however it is packed and shared.
+loss, metrics and gradient of every step, however it is packed and split.
 
-Where ``test_split_invariance`` runs the pure pieces in one process, here parallel state, gathers and gradient
-collectives are the trainer's, and only the model is a table of bigram logits.  ``python -m tests.algorithms`` runs
-every variant in every layout.
+While ``test_split_invariance`` runs the pure pieces in one process, parallel state, gathers and gradient
+collectives are the trainer's here, and only the model is a table of bigram logits.  ``python -m tests.algorithms``
+runs every variant in every layout.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tests.oracle.trainer import Cell, run_cells
 from tests.oracle.variants import CELLS, LAYOUTS, SEEDS
 
 MEETS_OTHER_RANKS = ("grpo", "gspo", "ppo", "reinforce", "per_token", "opsm", "distilled", "critic", "tis", "sft")
-"""Everything that meets the other ranks in a way of its own."""
+"""Variants with their own communication between ranks."""
 
 
 def cells_for(world_size: int) -> list[tuple[str, str, str]]:
-    """Every variant under CP2, every packing under DP2, and in the other layouts what depends on them."""
+    """Every variant under CP2, every packing under DP2, and dependent cells in the other layouts."""
     if world_size == 4:
         return [("dp2_cp2", variant, "dynamic") for variant in MEETS_OTHER_RANKS]
     return [
@@ -40,7 +40,7 @@ CHOSEN = [cell for world_size in LAYOUTS for cell in cells_for(world_size)]
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[Cell, list[dict[str, Any]]]:
-    """[cell][rank] what it computed; one start of the processes serves all tests here."""
+    """[cell][rank] results; all tests here share one start of the processes."""
     with RankPool() as pool:
         return run_cells(pool, [(*cell, seed) for cell in CHOSEN for seed in SEEDS])
 

@@ -1,4 +1,4 @@
-"""The trainer's own loss on real ranks: what it gives for the cells of ``variants``, to be held against ``step``.
+"""The trainer's own loss on real ranks: its results for the cells of ``variants``, to be compared with ``step``.
 
 Parallel state, gathers and gradient collectives are the trainer's; only the model is a table of bigram logits.
 """
@@ -55,7 +55,7 @@ BATCH_KEYS = (
 
 
 def guides_of(args: Namespace) -> list[Any]:
-    """What the variant is trained towards beside its rewards."""
+    """Distillation guides of the variant."""
     from slime.compose import parts
     from slime.ray.parts import load_all
 
@@ -65,7 +65,7 @@ def guides_of(args: Namespace) -> list[Any]:
 def rollout_of_this_rank(
     args: Namespace, examples: Sequence[Example], packing: str
 ) -> tuple[dict[str, Any], DPSchedule]:
-    """What a rank has before advantages: rewards, schedule and columns go the way they go in a run."""
+    """A rank's data before advantages: rewards, schedule and columns are computed as in a run."""
     from megatron.core import mpu
 
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
@@ -111,9 +111,9 @@ def losses_of_a_step(
     num_microbatches: int,
     step_size: int,
 ) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-    """Of each micro-batch: what the trainer hands to Megatron, already divided as Megatron's schedule does.
+    """The loss of each micro-batch as the trainer returns it, divided as by Megatron's schedule.
 
-    Per token the division by the number of tokens is left to the end of the step.
+    With a per-token loss, the division by the number of tokens is left to the end of the step.
     """
     from slime.backends.megatron_utils.cp_utils import packing_of
     from slime.backends.megatron_utils.data import get_batch
@@ -130,7 +130,7 @@ def losses_of_a_step(
 
 
 def steps_of_this_rank(variant: str, packing: str, seed: int, *, allgather_cp: bool = False) -> dict[str, Any]:
-    """What this rank has of a rollout.
+    """This rank's part of a rollout.
 
     Returns:
         ``advantages``: {sample: whole row}, of this rank's samples; ``steps``: metrics and gradient of each step,
@@ -216,13 +216,13 @@ def cells_of_this_rank(cells: Sequence[Cell]) -> dict[Cell, dict[str, Any]]:
 def run_cells(
     pool: RankPool, cells: Sequence[Cell], *, mutation: Mutation | None = None, timeout_s: float = 600
 ) -> dict[Cell, list[dict[str, Any]]]:
-    """The cells, each on as many processes as its layout has; the results of its ranks.
+    """Run the cells, each on as many processes as its layout has; return the results of its ranks.
 
     Args:
         pool: starts the processes.
-        cells: what to run; those of one number of processes share a start.
-        mutation: a bug that the processes have.
-        timeout_s: for each start.
+        cells: cells to run; those with the same number of processes share a start.
+        mutation: a bug to put into the processes.
+        timeout_s: limit for each start.
     """
     results: dict[Cell, list[dict[str, Any]]] = {}
     for world_size, layouts in LAYOUTS.items():

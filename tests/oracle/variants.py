@@ -1,4 +1,4 @@
-"""What is compared with the reference: losses, packings and ways to share the work, by name."""
+"""What is compared with the reference: losses, packings and ways to split the work, by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.train_data.model_dims import ModelDims
 from tests.oracle.batches import VOCABULARY, bigram_policy, random_examples
 from tests.oracle.reference import Example
 
-COLUMNS = VOCABULARY + 1  # even, so that two shards are alike
+COLUMNS = VOCABULARY + 1  # even, so that two shards are equal
 ROLLOUTS_PER_STEP = 4
 SEEDS = (3, 11)
 
@@ -78,7 +78,7 @@ MIS_SETTINGS: dict[str, Any] = {
 
 
 def mis(**settings: Any) -> dict[str, Any]:
-    """MIS with some of its settings changed."""
+    """MIS with some settings changed."""
     path = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
     return {"custom_tis_function_path": path, **MIS_SETTINGS, **settings}
 
@@ -111,7 +111,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "distilled_engine": {"use_opd": True, "use_rollout_logprobs": True, "normalize_advantages": False},
     "distilled_ppo": {"use_opd": True, **PPO},
     "distilled_baseline": {"use_opd": True, "advantage_estimator": "reinforce_plus_plus_baseline", **PENALTY},
-    # normalisation
+    # normalization
     "per_token": {"calculate_per_token_loss": True},
     "gspo_per_token": {"advantage_estimator": "gspo", "calculate_per_token_loss": True},
     "cispo_per_token": {"advantage_estimator": "cispo", "calculate_per_token_loss": True},
@@ -175,7 +175,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mis_normalised_sequence": mis(tis_batch_normalize=True, tis_level="sequence", use_rs=True),
 }
 NEEDS_ONE_SAMPLE_A_BATCH = ("mis_normalised", "mis_normalised_sequence")
-"""What divides by a mean over the micro-batch depends on the packing; so it gets one that is the same everywhere."""
+"""Means over the micro-batch depend on the packing, so these variants use the same packing everywhere."""
 GROUP_SIZE = 4
 """Rollouts of one prompt: rollout ids 0 to 3 are the first, 4 to 7 the second."""
 CELLS = [
