@@ -4,9 +4,9 @@
     python -m tests.matrix --family qwen3 --check gradients   # one check of one family, no layouts
     python -m tests.matrix --family glm5 --layout TP2         # one layout, no checks
     python -m tests.matrix --fast                             # what the suite runs
-    python -m tests.matrix --write-docs                       # and record the results; of a part, its rows
+    python -m tests.matrix --write-docs                       # also record the results; of a subset, its rows
 
-The exit status is 1 when a cell fails, or when none was run.
+The exit code is 1 if a cell fails, or if none ran.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.matrix.report import CHECKS, Cell, summary
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; each of --check and --layout alone leaves the other's cells out."""
+    """The command line; --check without --layout skips the layouts, and vice versa."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -39,7 +39,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the chosen cells; gives the exit status."""
+    """Run the chosen cells; return the exit code."""
     from tests.matrix.layouts import (
         CUT_IN_SUITE,
         FULL_FAMILIES,
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def merged(path: Path, cells: list[Cell]) -> list[Cell]:
-    """The file's cells with these in place of older ones, written back."""
+    """The file's cells, with older ones replaced by these, written back."""
     known = [Cell(**entry) for entry in json.loads(path.read_text())] if path.exists() else []
     by_place = {(cell.family, cell.column): cell for cell in [*known, *cells]}
     path.write_text(json.dumps([cell.as_dict() for cell in by_place.values()], indent=1) + "\n")
@@ -104,7 +104,7 @@ def merged(path: Path, cells: list[Cell]) -> list[Cell]:
 
 
 def _chosen(what: str, wanted: list[str] | None, known: tuple[str, ...], *, runs: bool) -> tuple[str, ...]:
-    """The wanted names in their usual order, or all."""
+    """The requested names in their usual order, or all."""
     unknown = [name for name in wanted or () if name not in known]
     if unknown:
         raise ValueError(f"no {what} {', '.join(unknown)}; there are {', '.join(known)}")

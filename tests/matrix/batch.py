@@ -1,4 +1,4 @@
-"""The data of every cell: ragged samples with holes in their masks, and the loss that a reference takes over them."""
+"""The data of every cell: ragged samples with holes in their masks, and the reference's loss over them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.matrix.case import FamilyCase, reference_logits
 LENGTHS = ((3, 9), (2, 1), (7, 58), (5, 5), (1, 13), (4, 2), (6, 31), (3, 3), (1, 1))
 """Prompt and response tokens of the samples: very long beside very short ones, responses of a single token."""
 ROLLOUT_IDS = (0, 1, 2, 3, 4, 5, 6, 7, 7)
-"""The last two samples are parts of one rollout, which counts once."""
+"""The last two samples belong to one rollout, which counts once."""
 FULLY_MASKED = (1, 5)
 GLOBAL_BATCH_SIZE = 8
 """Rollouts of one optimizer step."""
@@ -23,7 +23,7 @@ GLOBAL_BATCH_SIZE = 8
 def make_train_data(
     vocab_size: int, seed: int = 0, add_images: Callable[[dict[str, Any]], None] | None = None
 ) -> dict[str, Any]:
-    """The columns that a rollout hands to the trainer: masks with holes, two samples without a trained token."""
+    """The columns that a rollout passes to the trainer: masks with holes, two samples without a trained token."""
     generator = random.Random(seed)
     data: dict[str, Any] = {name: [] for name in ("tokens", "response_lengths", "rewards", "loss_masks", "truncated")}
     data["rollout_log_probs"] = []
@@ -77,7 +77,7 @@ def reference_log_probs(model: torch.nn.Module, samples: Sequence[Mapping[str, A
 def reference_loss(case: FamilyCase, model: torch.nn.Module, data: Mapping[str, Any]) -> tuple[Tensor, list[Tensor]]:
     """Supervised fine-tuning: minus the mean log-prob of each rollout's trained tokens, averaged over the rollouts.
 
-    Gives the loss and the log-probs it was made of.
+    Returns the loss and its log-probs.
     """
     samples = samples_of(data)
     log_probs = reference_log_probs(model, samples)

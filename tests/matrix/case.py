@@ -1,10 +1,10 @@
-"""What the matrix must be told about a model family: a tiny awkward config, its flags, its reference.
+"""The matrix's description of a model family: a tiny awkward config, its flags, its reference.
 
 A family is one file, ``tests/matrix/families/<family>.py``, which defines ``CASE = FamilyCase(...)`` (or ``CASES``, a
 tuple, when one family has variants that differ in code).  Everything else is derived: the checkpoint is written by
-transformers itself, the checks of ``parity`` and the layouts of ``layouts`` run for every case there is.
+transformers itself, and the checks of ``parity`` and the layouts of ``layouts`` run for every case.
 
-Names and shapes are those of the checkpoint on disk, which is what engines load; how transformers holds a model in
+Names and shapes are those of the checkpoint on disk, which engines load; how transformers holds a model in
 memory (fused experts) does not matter here.
 """
 
@@ -31,7 +31,7 @@ from tests.matrix.flags import model_flags
 
 FAMILIES = Path(__file__).parent / "families"
 WEIGHT_STD = 0.12
-"""Standard deviation of every matrix: weights of the usual size of 0.02 hide wrong gradients."""
+"""Standard deviation of every matrix: the usual 0.02 would hide wrong gradients."""
 ROUTER_BIAS = "e_score_correction_bias"
 FP32_IN_BF16_CHECKPOINTS = (
     ROUTER_BIAS,
@@ -40,7 +40,7 @@ FP32_IN_BF16_CHECKPOINTS = (
     "block_sparse_moe.gate.weight",
     *("ffn.gate.bias", "attn_sink", "compressor.ape", "_fn", "_base", "attn_scale", "ffn_scale", "head_scale"),
 )
-"""Tensors that stay fp32 in a bf16 checkpoint, as the published ones have it."""
+"""Tensors that stay fp32 in a bf16 checkpoint, as in published ones."""
 
 Tensors = dict[str, Tensor]
 SMALL = {
@@ -52,7 +52,7 @@ SMALL = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-"""What most cases have in their config: sizes that no layout divides evenly."""
+"""Common config of most cases: sizes that no layout divides evenly."""
 
 
 @dataclass(frozen=True)
@@ -62,36 +62,38 @@ class FamilyCase:
     name: str
     """Row of the matrix: ``qwen3_moe``."""
     config: Mapping[str, Any]
-    """Settings of the HF config, ``model_type`` among them."""
+    """Settings of the HF config, including ``model_type``."""
     flags: Callable[[Path], list[str]] = model_flags
-    """Megatron model flags for the checkpoint folder, ``--hf-checkpoint`` not included."""
+    """Megatron model flags for the checkpoint folder, without ``--hf-checkpoint``."""
     architecture: str = ""
-    """``architectures`` of a config that transformers does not know; it is then written as plain JSON."""
+    """``architectures`` of a config that transformers does not know, which is then written as plain JSON."""
     extra_tensors: Callable[[Mapping[str, Any], torch.Generator], Tensors] | None = None
-    """(config, generator) to tensors that transformers does not write (MTP); they go through every round trip."""
+    """Function of (config, generator) that returns tensors that transformers does not write (MTP); they go through
+    every round trip."""
     write: Callable[[FamilyCase, Path, int], None] | None = None
     """(case, folder, seed): writes config and safetensors; None lets transformers write them."""
     reference: Callable[[Path], torch.nn.Module] | None = None
-    """Folder to a model whose call with ids [1, L] gives logits [1, L, vocab] (or something with ``.logits``), its
-    parameters named as in the checkpoint; None loads it with transformers."""
+    """Function from a folder to a model whose call with ids [1, L] returns logits [1, L, vocab], or an object with
+    ``.logits``, and whose parameters are named as in the checkpoint; None loads it with transformers."""
     extra_loss: Callable[[torch.nn.Module, Sequence[Mapping[str, Any]]], Tensor] | None = None
-    """(reference, samples) to what is added to the loss (MTP); samples as in ``batch.samples_of``."""
+    """Function of (reference, samples) that returns an extra loss (MTP); samples as in ``batch.samples_of``."""
     pushed: Callable[[Mapping[str, Tensor]], Tensors] | None = None
-    """The tensors of a folder to what a push sends of them, where that is not the same."""
+    """Function from a folder's tensors to what a push sends of them, if that differs."""
     add_images: Callable[[dict[str, Any]], None] | None = None
-    """Puts images into train data: their tokens in front of prompts, and the column ``multimodal_train_inputs``."""
+    """Function that adds images to train data: their tokens before prompts, and the column
+    ``multimodal_train_inputs``."""
     max_tp: int = 2
     """Largest tensor-parallel size that the sizes allow."""
     has_stages: bool = True
-    """Whether its layers can be on several pipeline stages."""
+    """Whether its layers can be split over pipeline stages."""
     has_experts: bool = False
     """Whether expert-parallel layouts make sense."""
     has_quantized_form: bool = True
-    """Whether converters and engines have an FP8 or int4 form of it."""
+    """Whether converters and engines support it in FP8 or int4."""
     publish: Callable[[Path, Path], None] | None = None
-    """Writes (second folder) a bf16 folder (first) as it is published quantized, where no converter does."""
+    """Writes (second folder) a bf16 folder (first) in its published quantized form, if no converter does."""
     about: str = ""
-    """What is awkward about it, in a few words, for benchmarks/results."""
+    """Its awkward features in a few words, for benchmarks/results."""
 
     @property
     def vocab_size(self) -> int:
@@ -99,12 +101,12 @@ class FamilyCase:
         return int(self.config["vocab_size"])
 
     def write_checkpoint(self, folder: Path, seed: int = 0) -> None:
-        """Config and fp32 safetensors in ``folder``, extra tensors included."""
+        """Write config and fp32 safetensors to ``folder``, including extra tensors."""
         (self.write or write_with_transformers)(self, folder, seed)
-        (folder / "tokenizer.json").write_text("{}")  # the flags' check wants one; nothing here tokenizes
+        (folder / "tokenizer.json").write_text("{}")  # the flags' check requires one; nothing here tokenizes
 
     def read_pushed(self, folder: Path) -> Tensors:
-        """The tensors of a folder under the names, and in the cut, in which a push sends them."""
+        """The tensors of a folder under the names, and in the pieces, in which a push sends them."""
         tensors = read_tensors(folder)
         return tensors if self.pushed is None else self.pushed(tensors)
 
@@ -117,7 +119,7 @@ def load_cases(names: Sequence[str] | None = None) -> dict[str, FamilyCase]:
     """The cases of all family files, or those of the given names (of a case or of its file).
 
     Raises:
-        ValueError: there is no such family (the message lists those there are), or a file cannot be imported.
+        ValueError: there is no such family (the message lists all), or a file cannot be imported.
     """
     cases: dict[str, FamilyCase] = {}
     groups: dict[str, list[str]] = {}
@@ -157,7 +159,7 @@ def read_tensors(folder: Path) -> Tensors:
 
 
 def write_tensors(folder: Path, tensors: Tensors) -> None:
-    """One file of safetensors instead of any there are."""
+    """Write one safetensors file, replacing any others."""
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
@@ -171,7 +173,7 @@ def random_tensor(name: str, shape: Sequence[int], generator: torch.Generator) -
 
 
 def write_bf16_copy(source: Path, target: Path) -> None:
-    """The checkpoint as the published ones are: bf16, but for the tensors that stay fp32."""
+    """The checkpoint like published ones: bf16, except for the tensors that stay fp32."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors = read_tensors(source)
     for name, tensor in tensors.items():
@@ -184,12 +186,12 @@ def write_bf16_copy(source: Path, target: Path) -> None:
 
 
 def hide_broken_torchvision() -> None:
-    """Tell transformers that there is no torchvision when the installed one does not fit this torch.
+    """Tell transformers that there is no torchvision, if the installed one does not fit this torch.
 
-    Text models need none, but transformers imports it beside them wherever it finds the package.
+    Text models do not need it, but transformers imports it with them whenever it finds the package.
     """
     if importlib.util.find_spec("torchvision") is None:
-        return  # transformers sees that by itself, and may look again when SGLang brings a stand-in
+        return  # transformers sees that itself, and may look again when SGLang provides a stub
     if not import_torchvision():
         import transformers.utils
         import transformers.utils.import_utils
@@ -199,7 +201,7 @@ def hide_broken_torchvision() -> None:
 
 
 def write_with_transformers(case: FamilyCase, folder: Path, seed: int) -> None:
-    """A random model of the config, saved by transformers; then the extra tensors."""
+    """A random model of the config, saved by transformers, and then the extra tensors."""
     hide_broken_torchvision()
     import transformers
 
@@ -218,7 +220,7 @@ def write_with_transformers(case: FamilyCase, folder: Path, seed: int) -> None:
 
 
 def load_with_transformers(folder: Path) -> torch.nn.Module:
-    """The transformers model in fp32, with attention as its formula has it."""
+    """The transformers model in fp32, with the plain attention formula."""
     hide_broken_torchvision()
     import transformers
 
@@ -229,7 +231,7 @@ def load_with_transformers(folder: Path) -> torch.nn.Module:
 
 
 class quiet_transformers:  # noqa: N801 - a context manager, named as what it does
-    """No progress bars and no advice on tensors that a model leaves out (MTP)."""
+    """Disable progress bars and messages about tensors that a model ignores (MTP)."""
 
     def __enter__(self) -> None:
         from transformers.utils import logging
@@ -258,10 +260,10 @@ def reference_logits(model: torch.nn.Module, tokens: Tensor, images: Mapping[str
 
 
 def gradients_by_checkpoint_name(model: torch.nn.Module) -> Tensors:
-    """The gradients of all parameters after a backward pass, named and shaped as a push has them.
+    """The gradients of all parameters after a backward pass, with a push's names and shapes.
 
-    They are put in the parameters' place and saved by transformers, so that whatever it renames, splits or fuses on
-    the way to a checkpoint is done to them too.  A parameter without gradient gives zeros.
+    They replace the parameters and are saved by transformers, so that its renaming, splitting and fusing on the way to
+    a checkpoint also applies to them.  A parameter without gradient gives zeros.
     """
     if not hasattr(model, "save_pretrained"):
         return {
@@ -273,7 +275,7 @@ def gradients_by_checkpoint_name(model: torch.nn.Module) -> Tensors:
         for target, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
             target.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         for buffer in gradients.buffers():
-            buffer.zero_()  # a router's bias is saved too, and has no gradient
+            buffer.zero_()  # a router's bias is also saved, but has no gradient
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
         gradients.save_pretrained(folder)
         return dict(by_expert(read_tensors(Path(folder))))

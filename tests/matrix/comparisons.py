@@ -1,4 +1,4 @@
-"""How gradients and checkpoints are compared: plain functions of two sets of named tensors."""
+"""Comparison of gradients and checkpoints: plain functions of two sets of named tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 def gradient_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
     """For each parameter ``|difference| / max(|gradient|, a thousandth of the global norm)``.
 
-    A parameter of zero gradient on both sides has error 0.  Names that only one side has are errors of their own,
-    unless they have no gradient: the reference leaves MTP out, which is frozen here.
+    A parameter with zero gradient on both sides has error 0.  Names that only one side has are errors,
+    unless they have no gradient: the reference omits MTP, which is frozen here.
     """
     global_norm = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in expected.values()))
     assert global_norm > 0, "the reference has no gradient at all"
@@ -32,7 +32,7 @@ def gradient_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 
 def differing_tensors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors that are missing, too many, or unlike in dtype, shape or any bit; with the reason."""
+    """Names of the tensors that are missing, extra, or differ in dtype, shape or any bit; with the reason."""
     problems = [f"{name} is missing" for name in expected if name not in actual]
     problems += [f"{name} is too many" for name in actual if name not in expected]
     for name, tensor in expected.items():

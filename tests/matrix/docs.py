@@ -1,4 +1,4 @@
-"""The measured matrix as tables: printed at the end of a run, and recorded as results with ``--write-docs``."""
+"""The results of the matrix as tables: printed at the end of a run, and recorded with ``--write-docs``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Places = Mapping[tuple[str, str], Cell]
 def result_tables(
     cells: Sequence[Cell], families: Iterable[str], full_families: Sequence[str], layout_order: Iterable[str]
 ) -> dict[str, str]:
-    """The tables that the cells fill.
+    """The tables of the cells' results.
 
     Args:
-        cells: of a run.
-        families: all that it tried, in order.
-        full_families: those that are tried in every layout; they have a table of their own, layouts down.
-        layout_order: all layouts there are.
+        cells: cells of a run.
+        families: all families of the run, in order.
+        full_families: families that run in every layout; they have a separate table, with a row per layout.
+        layout_order: all layouts.
     """
     families = list(families)
     tables = {}
@@ -30,7 +30,7 @@ def result_tables(
     if layouts := _places(cells, "layout"):
         columns = [column for column in layout_order if _has_column(layouts, column)]
         others = [name for name in families if name not in full_families]
-        # Columns that some family outside of the full ones has; without such families all are listed below.
+        # Columns of families outside the full ones; without such families all are listed below.
         shared = [column for column in columns if any((name, column) in layouts for name in others)]
         if shared:
             tables["families in layouts"] = _by_family(layouts, families, shared)
@@ -44,9 +44,9 @@ def result_tables(
 def reference_tables(
     cells: Sequence[Cell], cases: Mapping[str, FamilyCase], flags: Mapping[str, Sequence[object]]
 ) -> dict[str, str]:
-    """What the names of the cells stand for: the families' cases, and the flags of the layouts.
+    """Legends of the cells' names: the families' cases, and the flags of the layouts.
 
-    Readers take both lists for what was measured, so names without a cell are left out.
+    Names without a cell are omitted, because readers take both lists for what was measured.
     """
     measured, tried = {cell.family for cell in cells}, {cell.column for cell in cells if cell.kind == "layout"}
     families = [

@@ -1,4 +1,4 @@
-"""The model flags of a tiny checkpoint in words, as they are derived from its ``config.json``."""
+"""The model flags of a tiny checkpoint, derived from its ``config.json``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime.backends.megatron_utils.models import family_of
 
 
 def model_flags(folder: Path, *more: str) -> list[str]:
-    """A command's flags for the model of ``folder``, the vocabulary padded by little, and ``more``."""
+    """A command's flags for the model of ``folder``, with little vocabulary padding, and ``more``."""
     config = read_hf_config(str(folder))
     family = family_of(config)
     flags = ["--make-vocab-size-divisible-by", "8"]

@@ -1,4 +1,4 @@
-"""Quantization-aware training of a family against a plain model with the values that a push to int4 engines has."""
+"""Quantization-aware training of a family against a plain model with the values that a push sends to int4 engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUP = 32
 FLAGS = ("--int4-qat", "--int4-qat-group-size", GROUP)
 DENSE_FLAGS = (*FLAGS, "--int4-qat-dense")
 EXPERTS_ONLY = r"re:.*(self_attn|mlp\.(gate|up|down)_proj)"
-"""As ``--ignore-rules`` take it."""
+"""Modules in the form of ``--ignore-rules``."""
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
@@ -31,19 +31,19 @@ SIZES: dict[str, Any] = {
 
 
 def case_of(family: str) -> FamilyCase:
-    """The family in sizes that groups of 32 divide, on two tensor-parallel ranks too."""
+    """The family in sizes that are multiples of 32, also on two tensor-parallel ranks."""
     case = load_cases([family])[family]
     experts = {"moe_intermediate_size": 64} if case.has_experts else {}
     return dataclasses.replace(case, config={**case.config, **SIZES, **experts})
 
 
 class Int4Run(FamilyRun):
-    """One family, whose reference is the plain model with the values that a push stands for.
+    """One family, whose reference is the plain model with the values that a push represents.
 
     Args:
-        case: of :func:`case_of`.
+        case: a result of :func:`case_of`.
         folder: to work in.
-        rounds_dense: all linear layers, not only experts.
+        rounds_dense: round all linear layers, not only experts.
     """
 
     def __init__(self, case: FamilyCase, folder: Path, *, rounds_dense: bool) -> None:
@@ -60,7 +60,7 @@ class Int4Run(FamilyRun):
         self.reference_folder = served_folder
 
     def _push(self) -> dict[str, Tensor]:
-        """The tensors of a push in fp32 to engines that were started from the int4 folder."""
+        """The tensors, in fp32, of a push to engines that were started from the int4 folder."""
         from slime.backends.megatron_utils.megatron_to_hf import checkpoint_quantizer, hf_form
         from slime.backends.megatron_utils.update_weight.plain_push import iter_buckets
         from slime.backends.megatron_utils.update_weight.transport import SentWeights
@@ -76,7 +76,7 @@ class Int4Run(FamilyRun):
                 return {name: tensor.clone() for bucket in iter_buckets(weights) for name, tensor in bucket}
 
     def _served(self) -> dict[str, Tensor]:
-        """What an engine in fp32 multiplies by."""
+        """The values by which an fp32 engine multiplies."""
         served = {}
         for name in read_tensors(self.plain_folder):
             base = name.removesuffix(".weight")
@@ -97,7 +97,7 @@ class Int4Run(FamilyRun):
             yield made
 
     def reference(self) -> tuple[float, list[Tensor], dict[str, Tensor]]:
-        """Of the plain model with the served values: its gradient is the straight-through one."""
+        """The plain model with the served values: its gradient is the straight-through one."""
         self.folder = self.reference_folder
         try:
             return super().reference()
@@ -110,7 +110,7 @@ class Int4Run(FamilyRun):
         return {name.replace(packed, ".weight") for name in read_tensors(self.engine_folder) if name.endswith(packed)}
 
     def rounded_weights(self) -> dict[str, Tensor]:
-        """HF name and value of what the trainer's layers multiply by, where that is not the parameter."""
+        """HF name and value of the weights by which the trainer's layers multiply, if these are not the parameters."""
         from slime.backends.megatron_utils.flags.model_dims import model_dims
         from slime.backends.megatron_utils.models import find_weight_map
         from slime.backends.megatron_utils.models.rule import to_hf

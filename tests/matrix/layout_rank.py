@@ -1,4 +1,4 @@
-"""What one rank does in a layout cell: a step, and training, through the real trainer; then it compares.
+"""The work of one rank in a layout cell: a step, and training, through the real trainer, and the comparison.
 
 Imported by the pool before its processes are forked, so all that a cell needs is imported here at the top.
 """
@@ -43,7 +43,7 @@ from tests.matrix.parity import differing_tensors, gradient_errors
 COMMON: tuple[object, ...] = (
     *("--loss-type", "policy_loss", "--use-kl-loss", "--kl-loss-coef", 0.05, "--kl-loss-type", "k3"),
     *("--entropy-coef", 0.01, "--lr", 1e-2),
-    # Adam's first step is the sign of the gradient, which no two summation orders agree on where it is nearly zero.
+    # Adam's first step is the sign of the gradient, which depends on summation order where it is nearly zero.
     *("--adam-eps", 1.0),
 )
 """A loss in which every term has a gradient, and an optimizer whose step is a smooth function of it."""
@@ -52,22 +52,22 @@ NUM_ROLLOUTS = 2
 
 @dataclass
 class Measured:
-    """What a run of some layout came to."""
+    """The results of a run in some layout."""
 
     numbers: dict[str, float] = field(default_factory=dict)
     """Loss and other metrics of every step, and the norms of the gradients."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Of the first step, by checkpoint name."""
+    """Gradients of the first step, by checkpoint name."""
     merged: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of a weight push of a model with adapters."""
     log_probs: list[Tensor] = field(default_factory=list)
-    """Of every sample, before training and after."""
+    """Log-probs of every sample, before training and after."""
     export_problems: list[str] = field(default_factory=list)
     """Tensors of a weight push that are not those of the checkpoint."""
 
 
 def one_process(case: FamilyCase, folder: str, flags: Sequence[object]) -> None:
-    """Run the case without parallelism and write what it comes to beside the checkpoint."""
+    """Run the case without parallelism and write its results beside the checkpoint."""
     measured = measure(case, Path(folder) / "hf", flags)
     name = reference_name(flags)
     torch.save(measured.numbers, Path(folder) / f"{name}.pt")
@@ -85,7 +85,7 @@ def compare(case: FamilyCase, folder: str, flags: Sequence[object], loss_flags: 
     """Run the case under this layout on every rank and compare with :func:`one_process`.
 
     Returns:
-        the worst relative difference of gradients (this rank's), metrics and log-probs, and what each belongs to.
+        the worst relative difference of gradients (this rank's), metrics and log-probs, and where each occurs.
     """
     measured = measure(case, Path(folder) / "hf", [*loss_flags, *flags])
     name = reference_name(loss_flags)
@@ -100,7 +100,7 @@ def compare(case: FamilyCase, folder: str, flags: Sequence[object], loss_flags: 
         worst["merged weights"] = max((error, tensor) for tensor, error in errors.items())
     worst["weight push"] = (float(len(measured.export_problems)), "; ".join(measured.export_problems[:3]))
     if "--bf16" in loss_flags:
-        # All gradients together, as single small ones are full of rounding; and what training makes of it is not
+        # All gradients together, because single small ones are full of rounding; trained weights are not
         # compared.  The loss has a bound 20 times tighter than gradients.
         differences = [(measured.gradients[key] - value).norm() for key, value in gradients.items()]
         norms = torch.stack([value.norm() for value in gradients.values()])
@@ -110,8 +110,8 @@ def compare(case: FamilyCase, folder: str, flags: Sequence[object], loss_flags: 
             worst["20 x"] = (20 * abs(measured.numbers["before/loss"] - expected) / abs(expected), "before/loss")
         return worst
     if measured.numbers:
-        # Metrics that are differences of nearly equal numbers are compared on the scale of the loss, and of its terms
-        # where these happen to cancel.
+        # Metrics that are differences of nearly equal numbers are compared on the scale of the loss, or of its terms
+        # if these happen to cancel.
         scale = max(abs(numbers[key]) for key in ("0/loss", "0/pg_loss") if key in numbers)
         worst["metrics"] = max(
             (_nan_is_worst(abs(measured.numbers[key] - value) / max(abs(value), scale)), key)
@@ -133,8 +133,8 @@ def _nan_is_worst(value: float) -> float:
 
 
 def export_differences(case: FamilyCase, args: Namespace, model: Sequence[torch.nn.Module], source: Path) -> list[str]:
-    """The tensors of a live export that are not bit for bit those of the checkpoint: all on every rank, or each
-    stage's own, as the two ways of a weight push want them."""
+    """The tensors of a live export that differ from the checkpoint in any bit: all on every rank, or each
+    stage's own, as the two kinds of weight push need them."""
     expected = case.read_pushed(source)
     model_name = read_config(source)["model_type"]
     everywhere = {n: t.clone().cpu() for n, t in iter_hf_tensors(hf_form(args, model_name), model, dtype=None)}
@@ -165,7 +165,7 @@ def measure(case: FamilyCase, source: Path, flags: Sequence[object]) -> Measured
     data = trainer.prepare(args, make_train_data(case.vocab_size, add_images=case.add_images))
     trainer.draw_adapters(model)
     result = Measured()
-    if added_parameters(model) is not None:  # then a push is not the checkpoint
+    if added_parameters(model) is not None:  # then a push differs from the checkpoint
         result.merged = {n: t.to("cpu", copy=True).contiguous() for n, t in trainer.export(args, model, dtype=None)}
     else:
         result.export_problems = export_differences(case, args, model, source)
@@ -210,7 +210,7 @@ def note_step(
 
 
 def add_policies(data: RolloutBatch, log_probs: Sequence[Tensor]) -> None:
-    """A reference and an old policy that differ from the present one, the same tokens alike in every layout."""
+    """A reference and an old policy that differ from the current one, equal for equal tokens in every layout."""
     if not log_probs:
         return
     noise = torch.randn(65536, generator=torch.Generator().manual_seed(5))
@@ -222,7 +222,7 @@ def add_policies(data: RolloutBatch, log_probs: Sequence[Tensor]) -> None:
 
 
 def response_positions(data: RolloutBatch, position: int, num_local: int) -> Tensor:
-    """Which tokens of the response the values on this context-parallel rank belong to."""
+    """The response tokens to which the values on this context-parallel rank belong."""
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 
     index = data["partition"].index(position)
@@ -242,7 +242,7 @@ def whole_log_probs(data: RolloutBatch, log_probs: Sequence[Tensor]) -> Tensor:
 
 
 def gather_sharded_gradients(model: Sequence[torch.nn.Module]) -> None:
-    """Make the gradient buffers whole where the distributed optimizer left each rank its shard of every bucket."""
+    """Gather the gradient buffers if the distributed optimizer left each rank only its shard of every bucket."""
     for chunk in model:
         if not chunk.ddp_config.use_distributed_optimizer:
             continue

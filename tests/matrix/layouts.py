@@ -23,26 +23,26 @@ BOUND = 1e-5
 """Largest relative difference of a gradient, a metric or a log-prob, in fp32."""
 BF16: tuple[str, ...] = ("--bf16",)
 BF16_BOUND = 2e-2
-"""The same in bf16, whose kernels round differently for every shape of their inputs."""
+"""The same in bf16, whose kernels round differently for every input shape."""
 
 Flags = tuple[object, ...]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks, and the flags that say what they do."""
+    """Ranks, and the flags that arrange them."""
 
     world_size: int
     flags: Flags
     num_layers: int | None = None
-    """Layers of the model, where the case's own do not divide into the stages."""
+    """Layers of the model, if the case's own cannot be divided into the stages."""
     loss_flags: Flags = ()
-    """Flags that change the numbers, given to the one process too."""
+    """Flags that change the numbers, also given to the single process."""
     tensor: int = 1
     """Tensor-parallel size, which a family's sizes must allow."""
     needs_experts: bool = False
     is_basic: bool = False
-    """One of the layouts that every family is tried in; the others are for FULL_FAMILIES."""
+    """True if every family runs in this layout; the others are for FULL_FAMILIES."""
 
 
 def _tp(size: int = 2, *, sequence: bool = True) -> Flags:
@@ -70,7 +70,7 @@ RECOMPUTE: Flags = ("--recompute-granularity", "full", "--recompute-method", "un
 SELECTIVE: Flags = ("--recompute-granularity", "selective")
 VPP2: Flags = ("--num-virtual-stages-per-pipeline-rank", 2)
 BIAS_UPDATE: Flags = ("--moe-router-bias-update-rate", 0.01)
-"""The router's bias changes from step to step, by what all ranks counted (where the model has such a bias)."""
+"""The router's bias changes from step to step, by the counts of all ranks (if the model has such a bias)."""
 SEVERAL_MICROBATCHES: Flags = ("--max-tokens-per-gpu", 24)
 
 LAYOUTS: dict[str, Layout] = {
@@ -139,7 +139,7 @@ LAYOUTS: dict[str, Layout] = {
 """By column of the matrix."""
 
 FULL_FAMILIES = ("qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3")
-"""Tried in every layout: a dense family, two with experts, one with latent attention."""
+"""Families that run in every layout: a dense one, two with experts, one with latent attention."""
 FAST_LAYOUTS = ("TP2 SP", "TP2 EP2 SP", "PP2 uneven", "PP2 VPP2", "CP2", "EP2")
 """What the suite runs; see :func:`fast_layouts_of`."""
 OWN_ATTENTION = (
@@ -159,11 +159,11 @@ OWN_ATTENTION = (
     "qwen3_next",
     "qwen3_vl",
 )
-"""Only attention notices how sequences are cut; the other families have that of one of these."""
+"""Only attention depends on how sequences are split; the other families have the attention of one of these."""
 
 
 def layouts_of(case: FamilyCase, names: Sequence[str] | None = None) -> dict[str, Layout]:
-    """The layouts that the case is tried in, or those of the given names that it allows.
+    """The layouts in which the case runs, or those of the given names that it supports.
 
     Raises:
         ValueError: there is no layout of that name.
@@ -182,7 +182,7 @@ def layouts_of(case: FamilyCase, names: Sequence[str] | None = None) -> dict[str
 
 
 STAGES_OF_ANOTHER = ("glm4-32b", "glm4_moe-groups", "kimi_k2", "llama3", "mistral", "moonlight", "phi3", "qwen2.5")
-"""What stands around their layers is what another family has, so that they are cut into stages alike."""
+"""Another family has the same modules around the layers, so that stages are split alike."""
 
 
 OF_OTHERS = (
@@ -197,17 +197,18 @@ OF_OTHERS = (
     "qwen3_5_moe",
     "qwen3_5_vl",
 )
-"""Families whose every line of code, rule of weights and kind of layer others have: `make test-dist` runs them, the
+"""Families whose code, weight rules and kinds of layers all occur in others: `make test-dist` runs them, the
 suite does not."""
 CUT_IN_SUITE = ("deepseek_v3", "qwen3_next", "qwen3_vl", "gpt_oss")
-"""Families that the suite gives two ranks: latent attention with experts and MTP; delta nets; a vision tower; sinks
-and biases.  tests/dist/test_train_step_layouts.py cuts dense layers; `make test-dist` and `make matrix` cut all."""
+"""Families that the suite runs on two ranks: latent attention with experts and MTP; delta nets; a vision tower; sinks
+and biases.  tests/dist/test_train_step_layouts.py splits dense layers; `make test-dist` and `make matrix` split
+all."""
 
 
 def fast_layouts_of(case: FamilyCase) -> list[str]:
-    """The suite's layouts of the case: other layers than its own, context parallel and stages only where they add.
+    """The suite's layouts of the case: other numbers of layers, context parallelism and stages only where they add.
 
-    Tensors and experts are cut in one layout, but for the families that are tried in every layout.
+    Tensors and experts are split in one layout, except for the families that run in every layout.
     """
     if case.name in FULL_FAMILIES:
         return [name for name in layouts_of(case, FAST_LAYOUTS) if name != "TP2 EP2 SP"]
@@ -224,13 +225,13 @@ def run_layouts(
     loss_flags: Flags = (),
     on_cell: Callable[[Cell], None] = lambda cell: None,
 ) -> list[Cell]:
-    """The layout cells of these cases; on machines with GPUs over NCCL, one GPU for each rank.
+    """The layout cells of these cases; on machines with GPUs over NCCL, with one GPU per rank.
 
     Args:
         cases: families to try.
-        names: only these layouts; all that the family is tried in when None.
-        in_bf16: instead of fp32, the one process too.
-        loss_flags: beside those of the layouts.
+        names: only these layouts; None for all that the family supports.
+        in_bf16: instead of fp32, also for the single process.
+        loss_flags: flags in addition to those of the layouts.
         on_cell: called with each cell as it is done.
     """
     cells = []
@@ -255,7 +256,7 @@ def _run_case(pool: RankPool, case: FamilyCase, layouts: dict[str, Layout]) -> I
 
 
 class References:
-    """The checkpoint of a case, and the results of one process on it; per number of layers, made when needed."""
+    """The checkpoint of a case, and a single process's results on it; per number of layers, created on demand."""
 
     def __init__(self, pool: RankPool, case: FamilyCase, root: Path) -> None:
         self.pool, self.case, self.root = pool, case, root
@@ -302,7 +303,7 @@ def _run_cell(pool: RankPool, case: FamilyCase, name: str, layout: Layout, refer
     return Cell(case.name, name, measured, bound, detail, time.monotonic() - start, kind="layout")
 
 
-# On the ranks: a case is found by its name there, because its functions do not travel
+# On the ranks: a case is looked up by name there, because its functions cannot be pickled
 
 
 def write_checkpoint(name: str, config: dict[str, object], folder: str) -> None:

@@ -1,6 +1,6 @@
-"""One process: the trainer's model against the reference, and the checkpoint there and back.
+"""In one process: the trainer's model against the reference, and the checkpoint in both directions.
 
-Every check gives one :class:`Cell` with the worst number it saw and the tensor that it belongs to.
+Every check returns one :class:`Cell` with the worst number it found and its tensor.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ GRADIENT_BOUND = 1e-4
 
 @contextmanager
 def one_process_world() -> Iterator[None]:
-    """A default process group of one rank, without parallel groups; both are gone behind it."""
-    leave_world()  # that of an earlier test in this process
+    """A default process group of one rank, without parallel groups; both are destroyed at the end."""
+    leave_world()  # the world of an earlier test in this process
     with tempfile.TemporaryDirectory() as folder:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", world_size=1, rank=0)
@@ -61,7 +61,7 @@ def one_process_world() -> Iterator[None]:
 
 
 def leave_world() -> None:
-    """Destroy the parallel groups and the default group, as far as there are any."""
+    """Destroy the parallel groups and the default group, if they exist."""
     if mpu.is_initialized():
         mpu.destroy_model_parallel()
     if dist.is_initialized():
@@ -73,12 +73,12 @@ Outcome = tuple[float, float, str]
 
 
 class FamilyRun:
-    """The checks of one family over one checkpoint, each tried once whatever became of the others."""
+    """The checks of one family on one checkpoint, each tried once whatever happened to the others."""
 
     keeps_world = False
-    """Whether models share a world of one rank: the end of its groups takes longer than a step."""
+    """Whether models share a world of one rank, because destroying its groups takes longer than a step."""
     _world = ExitStack()
-    """The world that is shared; a process has one."""
+    """The shared world; a process has one."""
 
     def __init__(self, case: FamilyCase, folder: Path) -> None:
         """Write the checkpoint, and its copy in bf16."""
@@ -169,7 +169,7 @@ class FamilyRun:
         """Hugging Face to torch_dist and back, with the command-line tools' own functions."""
         from tools import convert_hf_to_torch_dist, convert_torch_dist_to_hf
 
-        self._world.close()  # the tool makes one of its own
+        self._world.close()  # the tool creates its own
         saved, back = self.work / f"{source.name}_dist", self.work / f"{source.name}_back"
         argv = [*self.case.flags(source), "--hf-checkpoint", str(source), "--save", str(saved)]
         try:
@@ -194,7 +194,7 @@ class FamilyRun:
 
 
 def run_check(family: str, column: str, check: Callable[[], Outcome], kind: str = "check") -> Cell:
-    """The cell of one check; what it raises is a failure that says where."""
+    """The cell of one check; an exception becomes a failure that says where."""
     start = time.monotonic()
     try:
         measured, bound, detail = check()
@@ -207,7 +207,7 @@ def run_check(family: str, column: str, check: Callable[[], Outcome], kind: str 
 
 
 def check_family(case: FamilyCase, checks: tuple[str, ...] = CHECKS) -> list[Cell]:
-    """All one-process cells of a family, in a folder of their own."""
+    """All one-process cells of a family, in a separate folder."""
     with tempfile.TemporaryDirectory(prefix=f"matrix-{case.name}-") as folder:
         try:
             run = FamilyRun(case, Path(folder))

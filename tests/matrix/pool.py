@@ -1,8 +1,8 @@
-"""Gloo processes for cell after cell, forked off one server that has imported everything.
+"""Gloo processes for many cells, forked from one server that has imported everything.
 
-A fresh process costs ten seconds of processor time for its imports, a cell often less than one.  A fork of the server
-costs next to nothing, so every piece of work gets new ones: megatron-core's autograd hooks keep a model and all of its
-process groups alive for good, and each gloo group has threads, so that a process that is used again soon has hundreds.
+A new process needs ten seconds of processor time for its imports, a cell often less than one.  A fork of the server
+costs almost nothing, so every piece of work gets new ones: megatron-core's autograd hooks keep a model and all of its
+process groups alive forever, and each gloo group has threads, so a reused process would soon have hundreds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRELOADED = (
     "tests.matrix.parity",
     *(f"tests.matrix.families.{path.stem}" for path in sorted(Path(__file__).with_name("families").glob("*.py"))),
     "transformers.models.auto.modeling_auto",
-    "transformers.modeling_utils",  # and with it all of scipy that a model imports
+    "transformers.modeling_utils",  # also imports all of scipy that a model needs
     "transformers.models.auto.processing_auto",
     "slime.backends.megatron_utils.arguments",
     "slime.backends.megatron_utils.flags.check_arguments",
@@ -42,25 +42,25 @@ PRELOADED = (
     "tools.convert_hf_to_torch_dist",
     "tools.convert_torch_dist_to_hf",
 )
-"""Imported once, before the processes are forked; a process has one such server for all who fork."""
+"""Imported once, before the processes are forked; a process has one such server for all users."""
 COLLECTIVE_TIMEOUT_S = 100
-"""A rank that waits longer for the others gives up."""
+"""A rank that waits longer for the others fails."""
 MAX_PATIENCE = 6.0
 GRACE_S = 3.0
-"""After the first failure the others may report their own, which often say more, for so long."""
+"""Seconds after the first failure in which others may report theirs, which often say more."""
 
 
 def patience() -> float:
     """Return how many times longer than on an idle machine a rank may take now.
 
-    A deadline is there to find ranks that hang.  Where twelve processes share two cores, a slow rank is none.
+    Deadlines exist to find ranks that hang; where twelve processes share two cores, a rank may just be slow.
     """
     return min(MAX_PATIENCE, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def fork_context() -> Any:
-    """Return the context of ``multiprocessing`` whose processes are forked off that server."""
-    if torch.cuda.is_available():  # a fork of a process that has looked at CUDA cannot use it
+    """Return the ``multiprocessing`` context whose processes are forked from that server."""
+    if torch.cuda.is_available():  # a fork of a process that has initialized CUDA cannot use it
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
@@ -95,13 +95,13 @@ class RankPool:
         timeout_s: float = 120,
         joins_world: bool = True,
     ) -> list[Any]:
-        """``function(*arguments)`` on every rank of a fresh gloo world; the results in rank order.
+        """Run ``function(*arguments)`` on every rank of a new gloo world; return the results in rank order.
 
         Args:
-            function: importable by name; everything that travels must pickle.
+            function: importable by name; arguments and results must pickle.
             world_size: number of ranks.
             timeout_s: for all of them together, on an idle machine.
-            joins_world: False calls ``function(rank, world_size, *arguments)``, which makes the world itself.
+            joins_world: False calls ``function(rank, world_size, *arguments)``, which creates the world itself.
 
         Raises:
             RankError: with the traceback of the rank that failed first.
@@ -146,13 +146,13 @@ class RankPool:
         if not failures:
             where = [(folder / f"stack-{rank}").read_text() for rank in silent if (folder / f"stack-{rank}").exists()]
             raise RankError(f"ranks {silent} of {world_size} gave no answer in {timeout_s:g} s\n" + "\n".join(where))
-        # Of several failures, those of ranks that merely lost a peer say the least.
+        # Of several failures, ranks that merely lost a peer say the least.
         rank = min(failures, key=lambda r: ("gloo" in failures[r] or "Connection" in failures[r], r))
         raise RankError(f"rank {rank} of {world_size}: {failures[rank]}")
 
     def _start(self) -> tuple[BaseProcess, Connection]:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,))  # not a daemon, which could have no children
+        process = self._context.Process(target=_serve, args=(theirs,))  # not a daemon, which could not have children
         process.start()
         theirs.close()
         return process, ours
@@ -168,7 +168,7 @@ class RankPool:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 250) -> list[Any]:
-    """``function(*arguments)`` on every rank of a fresh gloo world; the results in rank order."""
+    """Run ``function(*arguments)`` on every rank of a new gloo world; return the results in rank order."""
     with RankPool() as pool:
         return pool.run(function, world_size, *arguments, timeout_s=timeout_s)
 
@@ -176,7 +176,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
 def _serve(connection: Connection) -> None:
     """A process: one job, one answer."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # megatron-core's advice for GPUs, torch's deprecations: once a process, each
+    warnings.simplefilter("ignore")  # megatron-core's advice for GPUs and torch's deprecations, once per process each
     logging.disable(logging.INFO)
     try:
         job = connection.recv_bytes()
@@ -185,7 +185,7 @@ def _serve(connection: Connection) -> None:
     try:
         function, rank, world_size, store, (patience_s, stack), arguments = pickle.loads(job)
         with open(stack, "w") as file:
-            faulthandler.dump_traceback_later(patience_s, file=file)  # tells where a rank waits for ever
+            faulthandler.dump_traceback_later(patience_s, file=file)  # shows where a rank hangs
             answer = (_in_world(function, rank, world_size, store, arguments), None)
             faulthandler.cancel_dump_traceback_later()
     except BaseException:  # noqa: BLE001 - the parent reports it
@@ -199,7 +199,7 @@ def _serve(connection: Connection) -> None:
 def _in_world(
     function: Callable[..., Any], rank: int, world_size: int, store: str | None, arguments: tuple[Any, ...]
 ) -> Any:
-    """Call the function; with a store inside a default process group, and with a GPU where there are any."""
+    """Call the function; with a store inside a default process group, and with a GPU if there are any."""
     if store is None:
         return function(rank, world_size, *arguments)
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Every family in a quantized checkpoint: exported bytes against the converter's, loaded values against plain ones.
+"""Quantized checkpoints of every family: exported bytes against the converter's, loaded values against plain ones.
 
 python -m tests.matrix.quantized                    # all families, FP8 by blocks
 python -m tests.matrix.quantized --family glm4 --recipe tensor channel
@@ -29,18 +29,18 @@ from tests.matrix.report import Cell, summary
 
 GROUP = 8
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""Numbers of e2m1 by their codes, without sign."""
+"""Values of e2m1 by their codes, without sign."""
 
 Plain = Mapping[str, Tensor]
 
 
 def modules_without_groups(plain: Plain) -> list[str]:
-    """Matrices of these awkward shapes whose rows are no whole number of groups: they stay unquantized."""
+    """Matrices whose rows are not a multiple of the group size: they stay unquantized."""
     return [name.removesuffix(".weight") for name, t in plain.items() if t.dim() == 2 and t.size(1) % GROUP]
 
 
 RECIPES: Mapping[str, Callable[[Plain, PlainWeights], ToQuantized]] = {
-    # Small blocks, which differ along both dimensions: every matrix has several, and some that the edge cuts.
+    # Small blocks with different sides: every matrix has several, some cut off by the edge.
     "block": lambda plain, kept: to_fp8("block", (32, 16), plain=kept),
     "block ue8m0": lambda plain, kept: to_fp8("block", (32, 16), "ue8m0", plain=kept),
     "block 128": lambda plain, kept: to_fp8("block", plain=kept),
@@ -58,7 +58,7 @@ PUBLISHED = "published"
 
 
 class QuantizedRun:
-    """One family's bf16 checkpoint, and what the converter makes of it."""
+    """One family's bf16 checkpoint, and the converter's result."""
 
     def __init__(self, case: FamilyCase, folder: Path, recipe: str) -> None:
         self.run = FamilyRun(case, folder)
@@ -99,7 +99,8 @@ class QuantizedRun:
         return _outcome(problems, f"{quantized} tensors quantized, {len(kept)} matrices kept")
 
     def _trained(self, args: Namespace, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those that the trainer has: a vision tower only where the flags ask for it, keys only where layers do."""
+        """The tensors that the trainer has: a vision tower only if the flags ask for it, keys only in layers that have
+        them."""
         config = read_config(self.folder)
         if args.has_own_tower:
             return tensors
@@ -116,7 +117,7 @@ class QuantizedRun:
         return name in self.stored and self.stored[name].element_size() > 1
 
     def load(self) -> tuple[float, float, str]:
-        """The trainer loads the quantized checkpoint: the values that its numbers stand for."""
+        """The trainer loads the quantized checkpoint as the values that its numbers represent."""
         from tests.matrix import trainer
 
         with self.run.model(self.folder, "--bf16") as (args, model):
@@ -125,7 +126,7 @@ class QuantizedRun:
         return _outcome(problems, f"{len(exported)} tensors")
 
     def convert(self) -> tuple[float, float, str]:
-        """The quantized checkpoint to torch_dist and back, what is missing taken from it: plain values."""
+        """The quantized checkpoint to torch_dist and back, with missing tensors copied from it: plain values."""
         from tools import convert_hf_to_torch_dist, convert_torch_dist_to_hf
 
         saved, back = self.run.work / "saved_dist", self.run.work / "back"
@@ -141,7 +142,7 @@ class QuantizedRun:
         return _outcome(problems, f"{len(self.plain)} tensors")
 
     def expected_values(self) -> dict[str, Tensor]:
-        """Stored numbers times their scales, for FP8 and FP4 by an expression of the simplest kind."""
+        """Stored numbers times their scales; for FP8 and FP4 by the simplest possible expression."""
         config = read_config(self.folder)["quantization_config"]
         if config["quant_method"] == "compressed-tensors" and config["format"] == "pack-quantized":
             how = read_format(config)
@@ -165,7 +166,7 @@ class QuantizedRun:
 
 
 def check_quantized(case: FamilyCase, recipe: str = "block", *, converts: bool = False) -> list[Cell]:
-    """The cells of one family and recipe, in a folder of their own; with ``converts`` those of the tools too."""
+    """The cells of one family and recipe, in a separate folder; with ``converts`` also those of the tools."""
     with tempfile.TemporaryDirectory(prefix=f"quantized-{case.name}-") as folder:
         run = QuantizedRun(case, Path(folder), recipe)
         checks = {"exported": run.export, "loaded": run.load}
@@ -179,7 +180,7 @@ def _outcome(problems: list[str], detail: str) -> tuple[float, float, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the chosen cells; gives the exit status."""
+    """Run the chosen cells; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.matrix.quantized", description=__doc__)
     parser.add_argument("--family", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=["block"], help="default: block")

@@ -1,4 +1,4 @@
-"""Passes that record and replay experts, through the trainer's own data path; and what they come to on each rank.
+"""Passes that record and replay experts, through the trainer's own data path, and their results on each rank.
 
 Imported by the ranks of a pool, so all that they need is imported here at the top.
 """
@@ -39,7 +39,7 @@ Chunks = Sequence[torch.nn.Module]
 
 
 def routed_train_data(case: FamilyCase) -> dict[str, Any]:
-    """The matrix's ragged samples, each with random experts for every token but the last, in every layer."""
+    """The matrix's ragged samples, with random experts in every layer for every token except the last."""
     config = case.config
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     num_experts = next(config[name] for name in names if name in config)
@@ -54,12 +54,12 @@ def routed_train_data(case: FamilyCase) -> dict[str, Any]:
 
 
 def replay_of(args: Namespace, model: Chunks) -> RoutingReplay:
-    """The replay that the flags ask for."""
+    """The replay that the flags select."""
     return RoutingReplay(model, packing_of(args), from_engine=args.use_rollout_routing_replay)
 
 
 def iterators_of(replay: RoutingReplay, data: RolloutBatch, num_chunks: int) -> list[DataIterator]:
-    """One iterator for each chunk, which lets the micro-batches tell the routers what to do."""
+    """One iterator for each chunk, which lets the micro-batches instruct the routers."""
     iterators = get_data_iterator(data, num_chunks)
     for iterator in iterators:
         iterator.attach = replay.attach
@@ -77,7 +77,7 @@ def old_log_probs(args: Namespace, model: Chunks, data: RolloutBatch, replay: Ro
 def replayed_backward(
     args: Namespace, model: Chunks, data: RolloutBatch, replay: RoutingReplay
 ) -> list[dict[str, Any]]:
-    """Gradients of one whole step in the chunks' buffers; gives the micro-batches' reports."""
+    """Gradients of one whole step in the chunks' buffers; return the micro-batches' reports."""
     for chunk in model:
         chunk.zero_grad_buffer()
         chunk.train()
@@ -95,7 +95,7 @@ def replayed_backward(
 
 @torch.no_grad()
 def turn_routers_round(model: Chunks) -> None:
-    """Change the weights of every router so that it would choose the experts that it liked least."""
+    """Invert the weights of every router, so that it would choose the experts with the lowest scores."""
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             if name.endswith("router.weight"):
@@ -127,11 +127,11 @@ def measure(case: FamilyCase, source: Path, flags: Sequence[object]) -> tuple[di
     return tensors, metrics
 
 
-# On the ranks: a case is found by its name there, because its functions do not travel
+# On the ranks: a case is looked up by name there, because its functions cannot be pickled
 
 
 def write_reference(name: str, config: Mapping[str, Any], folder: str) -> dict[str, float]:
-    """The checkpoint, and what one process comes to; gives the share of choices that were changed."""
+    """Write the checkpoint and a single process's results; return the share of choices that changed."""
     case = dataclasses.replace(load_cases([name])[name], config=config)
     case.write_checkpoint(Path(folder) / "hf")
     tensors, metrics = measure(case, Path(folder) / "hf", ())

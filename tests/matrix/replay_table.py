@@ -3,9 +3,9 @@
     python -m tests.matrix.replay_table                                  # all of it
     python -m tests.matrix.replay_table --family glm5 --layout CP2       # one cell
 
-Each cell is two steps over ragged samples: with the experts of an engine (random ones), and with those that a pass
-wrote down before the routers were turned round.  The number is the worst relative difference of a gradient or a
-log-prob; the exit status is 1 when one is too large.
+Each cell is two steps over ragged samples: with an engine's experts (random ones), and with experts recorded in a pass
+before the routers were inverted.  The number is the worst relative difference of a gradient or a
+log-prob; the exit code is 1 if one is too large.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TABLE = (
 
 @dataclass
 class References:
-    """Checkpoints, and what one process comes to on them; made when a cell first asks."""
+    """Checkpoints, and a single process's results on them; created on demand."""
 
     pool: RankPool
     root: Path
@@ -51,13 +51,13 @@ class References:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one cell, over all its ranks."""
+    """The result of one cell over all its ranks."""
 
     error: float
     worst: str
     """The tensor with that error."""
     metrics: dict[str, float]
-    """Share of choices that the router would not have made, under an engine's experts and under recorded ones."""
+    """Share of choices that the router would change, with an engine's experts and with recorded ones."""
     expected_metrics: dict[str, float]
 
 
@@ -75,7 +75,7 @@ def run_cell(references: References, family: str, layout: str) -> Outcome:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the cells as they come."""
+    """Print the cells as they finish."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     families = [name for name, case in load_cases().items() if case.has_experts]
     parser.add_argument("--family", nargs="+", choices=families, default=families)
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         for family in wanted.family:
             for layout in wanted.layout:
                 if LAYOUTS[layout].num_layers and family not in FULL_FAMILIES:
-                    continue  # its config lists its layers, one by one
+                    continue  # its config has per-layer lists
                 start = time.monotonic()
                 outcome = run_cell(references, family, layout)
                 is_bad |= not outcome.error < BOUND

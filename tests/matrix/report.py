@@ -7,35 +7,35 @@ from dataclasses import dataclass
 from typing import Any
 
 CHECKS = ("log-probs", "gradients", "step", "round trip", "round trip bf16", "live export", "live export bf16")
-"""The checks of one process, in the order of the table's columns."""
+"""The checks in one process, in the order of the table's columns."""
 
 
 @dataclass(frozen=True)
 class Cell:
     """One check of one family: in one process (``column`` is the check) or under a layout (``column`` is its name).
 
-    A plain value: it travels between processes.
+    A plain value that can be pickled.
     """
 
     family: str
     column: str
     measured: float
-    """The worst number that was measured; nan when it never came to that."""
+    """The worst measured number; nan if nothing was measured."""
     bound: float
-    """What ``measured`` may be at most; 0 for bit-for-bit checks, which count differing tensors."""
+    """Upper limit of ``measured``; 0 for bitwise checks, which count differing tensors."""
     detail: str = ""
-    """The tensor (or the step of the check) that ``measured`` belongs to, or what went wrong."""
+    """The tensor (or the step of the check) of ``measured``, or what went wrong."""
     seconds: float = 0.0
     kind: str = "check"
     """``check`` or ``layout``."""
 
     @property
     def passed(self) -> bool:
-        """A nan has not."""
+        """Whether ``measured`` is within the bound; a nan is not."""
         return self.measured <= self.bound
 
     def describe(self) -> str:
-        """One line with all that is needed to look into it."""
+        """One line with all that is needed to investigate it."""
         verdict = "ok" if self.passed else "FAILED"
         return (
             f"{verdict:6} {self.family} / {self.column}: {self.measured:.3g} (bound {self.bound:g})"
@@ -48,14 +48,14 @@ class Cell:
 
 
 def format_number(cell: Cell) -> str:
-    """What stands in a table: the number, or that nothing differs; failures are marked."""
+    """The text of a table cell: the number, or that nothing differs; failures are marked."""
     if cell.passed and cell.bound == 0:
         return "equal"
     return f"{cell.measured:.1e}" if cell.passed else f"**{cell.measured:.1e}**"
 
 
 def summary(cells: Iterable[Cell]) -> str:
-    """The failures in full, and the count."""
+    """The failures in full, and their number."""
     cells = list(cells)
     failed = [cell for cell in cells if not cell.passed]
     lines = [cell.describe() for cell in failed]

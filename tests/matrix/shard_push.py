@@ -1,11 +1,11 @@
-"""Every family in every layout: buckets that ranks fill from their shards hold the very bytes that gathering gives.
+"""Every family in every layout: buckets that ranks fill from their shards hold the same bytes as by gathering.
 
     python -m tests.matrix.shard_push                               # every family, every layout it supports
     python -m tests.matrix.shard_push --family qwen3 --layout TP2   # one cell
 
 A cell builds the trainer's model on gloo ranks, reconstructs all HF tensors from all ranks' buckets, and compares them
-bit for bit with the gathered, converted and quantized ones, once for each of :data:`FORMATS`.  The exit status is 1
-when a tensor differs, is missing, or is sent twice.
+bit for bit with the gathered, converted and quantized ones, once for each of :data:`FORMATS`.  The exit code is 1
+if a tensor differs, is missing, or is sent twice.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from tests.matrix.pool import RankError, RankPool
 from tests.matrix.report import Cell, summary
 
 BUCKET_BYTES = 16 * 1024
-"""So small that a tiny model makes many buckets and its embedding has to be cut."""
+"""So small that a tiny model makes many buckets and its embedding must be split."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """What travels."""
+    """The format of pushed weights."""
 
     dtype: torch.dtype
     quantized: WeightFormat | None = None
@@ -66,7 +66,7 @@ FORMATS = {
     "fp32": Format(torch.float32),
     "bf16, one stage after the other": Format(torch.bfloat16, by_stage=True),
     "bf16, one bucket a rank": Format(torch.bfloat16, bucket_bytes=1 << 30),
-    # Blocks that the ranks' shards consist of, blocks that some shards cut through, and no blocks at all.
+    # Blocks within the ranks' shards, blocks that some shards cross, and no blocks.
     "fp8 4x4": Format(torch.float32, BlockFp8((4, 4))),
     "fp8 16x8, powers of two": Format(torch.float32, BlockFp8((16, 8), ue8m0=True)),
     "fp8 rows, one stage after the other": Format(torch.float32, ChannelFp8(), by_stage=True),
@@ -84,9 +84,9 @@ def run_cells(
     """One cell for each family and layout.
 
     Args:
-        cases: families.
-        names: of layouts; all that the family supports when None.
-        formats: of :data:`FORMATS`.
+        cases: families to run.
+        names: names of layouts; None for all that the family supports.
+        formats: some of :data:`FORMATS`.
         on_cell: called with each cell as it is done.
     """
     cells = []
@@ -106,7 +106,7 @@ def run_cells(
 
 
 def _is_possible(case: FamilyCase, layout: Layout) -> bool:
-    """Whether the case's layers and experts can be spread so."""
+    """Whether the case's layers and experts can be distributed so."""
     if layout.num_layers is not None and case.name not in FULL_FAMILIES:
         return False
     flags = dict(zip(layout.flags, layout.flags[1:], strict=False))
@@ -139,7 +139,7 @@ def _run_cell(
 def compare_on_rank(
     name: str, config: dict[str, object], folder: str, flags: Sequence[object], formats: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Tensors that differ, of all formats; and a note on each format: how even the ranks' shares are."""
+    """Tensors that differ, of all formats; and a note on each format: how equal the ranks' shares are."""
     init_gloo_group()
     args = layout_rank.start(_case(name, config), Path(folder), flags)
     model = build_model(args, transforms=load_all(parts(args).transforms))
@@ -167,7 +167,7 @@ def compare_on_rank(
             bucket_bytes=form.bucket_bytes,
         )
         source = ShardBuckets(weights, by_stage=form.by_stage)
-        for _ in range(2):  # the second push finds everything made
+        for _ in range(2):  # the second push finds everything prepared
             problems += [f"{label}: {text}" for text in differences(source, expected)]
         if form.by_stage:
             collected = CollectedBuckets(source, mpu.get_tensor_and_data_parallel_group(with_context_parallel=True))
@@ -181,11 +181,11 @@ def compare_on_rank(
 
 
 MAX_BUFFERS = 3
-"""Of a rank in a push: its own shards, those that it joins with the neighbours', and what is gathered."""
+"""A rank's data in a push: its own shards, those joined with neighbors', and gathered tensors."""
 
 
 def differences(source: BucketSource, expected: dict[str, Tensor]) -> list[str]:
-    """Collective: what the buckets of all ranks make, against whole tensors.  Only rank 0 looks."""
+    """Collective: the contents of all ranks' buckets against whole tensors.  Only rank 0 compares."""
     group = get_gloo_group()
     own, storages = [], set()
     for index, flat in source.iter_buckets():
@@ -209,7 +209,7 @@ def differences(source: BucketSource, expected: dict[str, Tensor]) -> list[str]:
 
 
 def _equal(manifest: Manifest, index: int, data: bytes, other: bytes) -> bool:
-    """Whether two bodies of a bucket have the same pieces; what lies between them does not matter."""
+    """Whether two bodies of a bucket have the same pieces; the bytes in between do not matter."""
     for piece in manifest.buckets[index].slices:
         end = piece.offset + math.prod(piece.slice.sizes) * manifest.by_name[piece.name].torch_dtype.itemsize
         if data[piece.offset : end] != other[piece.offset : end]:
@@ -242,7 +242,7 @@ def _compare(manifest: Manifest, buckets: dict[int, bytes], expected: dict[str, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the chosen cells; gives the exit status."""
+    """Run the chosen cells; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.matrix.shard_push",
         description=__doc__,

@@ -62,7 +62,7 @@ def make_args(case: FamilyCase, folder: Path, *flags: object, world_size: int = 
 
 
 def rank_data_of(args: Namespace, train_data: dict[str, Any]) -> RankBatch:
-    """This rank's share, cut and packed as the rollout manager does it."""
+    """This rank's share, split and packed as by the rollout manager."""
     parallel = {
         "dp_size": mpu.get_data_parallel_world_size(),
         "cp_size": mpu.get_context_parallel_world_size(),
@@ -73,7 +73,8 @@ def rank_data_of(args: Namespace, train_data: dict[str, Any]) -> RankBatch:
 
 
 def load_model(args: Namespace) -> Chunks:
-    """This rank's chunks with gradient buffers (whole ones, whatever the optimizer) and the checkpoint's weights."""
+    """This rank's chunks with gradient buffers (complete ones, whatever the optimizer) and the checkpoint's
+    weights."""
     model = build_model(
         Namespace(**{**vars(args), "use_distributed_optimizer": False}), transforms=load_all(parts(args).transforms)
     )
@@ -83,14 +84,14 @@ def load_model(args: Namespace) -> Chunks:
 
 
 def response_log_probs(args: Namespace, model: Chunks, data: RolloutBatch) -> list[Tensor]:
-    """Log-probs of the responses, in the order of this rank's samples; empty but on the last pipeline stage."""
+    """Log-probs of the responses, in the order of this rank's samples; empty except on the last pipeline stage."""
     iterators = get_data_iterator(data, len(model))
     result = forward_only(get_log_probs_and_entropy, args, model, iterators, data["num_microbatches"])
     return result.get("log_probs", [])
 
 
 def run_backward(args: Namespace, model: Chunks, data: RolloutBatch) -> list[dict[str, Any]]:
-    """Gradients of one whole step in the chunks' buffers; gives the micro-batches' reports."""
+    """Gradients of one whole step in the chunks' buffers; return the micro-batches' reports."""
     for chunk in model:
         chunk.zero_grad_buffer()
         chunk.train()
@@ -112,10 +113,10 @@ def prepare(args: Namespace, train_data: dict[str, Any]) -> RolloutBatch:
 
 
 def model_gradients(args: Namespace, model: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """Whole gradients by checkpoint name, through the code that exports weights.  Collective.
+    """Complete gradients by checkpoint name, through the code that exports weights.  Collective.
 
-    On the CPU.  A gradient is laid out as its parameter is.  Frozen parameters and buffers give zeros.  Where adapters
-    are trained, theirs alone, under PEFT's names.
+    Returned on the CPU, in the parameters' layout.  Frozen parameters and buffers give zeros.  If adapters
+    are trained, only theirs, under PEFT's names.
     """
     gradients = {}
     has_adapters = added_parameters(model) is not None
@@ -146,6 +147,6 @@ def draw_adapters(model: Sequence[torch.nn.Module]) -> None:
 def export(
     args: Namespace, model: Sequence[torch.nn.Module], *, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a weight push, whole and named as in the checkpoint.  Collective."""
+    """The tensors of a weight push, complete and named as in the checkpoint.  Collective."""
     model_name = read_config(Path(args.hf_checkpoint))["model_type"]
     return iter_hf_tensors(hf_form(args, model_name), model, dtype=dtype)

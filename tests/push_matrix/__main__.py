@@ -1,15 +1,15 @@
-"""Print the push matrix: every way to the engines, quantisation, trainer layout and engine size, for some families.
+"""Print the push matrix: every kind of push, quantization, trainer layout and engine size, for some families.
 
     python -m tests.push_matrix                                   # dense, experts, latent attention
     python -m tests.push_matrix --full                            # every family that SGLang can build on a CPU
     python -m tests.push_matrix --family qwen3 --layout TP2 --mode mixed
     python -m tests.push_matrix --fast                            # what the suite runs
-    python -m tests.push_matrix --write-docs                      # and record the results; of a part, its rows
+    python -m tests.push_matrix --write-docs                      # also record the results; of a subset, its rows
 
-A cell is two pushes from a Megatron trainer on gloo ranks into SGLang's own model classes, one process for each engine
-rank.  It is OK when the engine's parameters, digested under its own names, are those that SGLang's own loader makes of
-the checkpoint (for fp8: of what the offline converter wrote), and the second push, of changed weights, compares equal
-too (``--check-weight-update-equal``).  The exit status is 1 when a cell fails, or when none was run.
+A cell is two pushes from a Megatron trainer on gloo ranks into SGLang's own model classes, one process per engine
+rank.  It passes if the engine's parameters, digested under its own names, equal what SGLang's own loader makes of
+the checkpoint (for fp8: of the offline converter's), and the second push, of changed weights, also compares equal
+(``--check-weight-update-equal``).  The exit code is 1 if a cell fails, or if none ran.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.push_matrix.cells import (
 )
 
 PARTS = ("family", "mode", "quantization", "layout", "engine_tp")
-"""Options that leave cells out."""
+"""Options that exclude cells."""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -58,7 +58,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the chosen cells; gives the exit status."""
+    """Run the chosen cells; return the exit code."""
     options = parse(argv)
     chosen = {
         "modes": options.mode,

@@ -1,4 +1,4 @@
-"""Which cells the push matrix has, how they are run, and the table of what came of them."""
+"""Which cells the push matrix has, how they run, and the table of their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.push_matrix.on_rank import Job, Result, push_on_rank
 
 MODES = ("plain", "colocated", "distributed", "mixed", "disk", "delta")
 QUANTIZATIONS = ("bf16", "fp8", "published")
-"""The last is the form that a family is published in, where no converter makes it."""
+"""The last is the published form of a family, if no converter makes it."""
 ENGINE_SIZES = (1, 2)
 LAYOUTS: dict[str, Layout] = {
     "one": Layout(1, ()),
@@ -72,19 +72,19 @@ FAST: dict[str, Any] = {
     "chosen": {"layouts": ("TP2 EP2 SP", "PP2 EP2"), "sizes": (1,), "quantizations": QUANTIZATIONS},
 }
 FP8_BLOCK = (4, 4)
-"""Divides the tiny models' sizes, halved too, as 128 does those of real ones."""
+"""Divides the tiny models' sizes, even halved, as 128 divides those of real ones."""
 ROUNDED_SIZES = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
     "moe_shared_expert_intermediate_size",
     *("q_lora_rank", "kv_lora_rank", "v_head_dim"),
 )
-"""Sizes of a case's config that are made multiples of 32: engines hold whole fp8 blocks only, on each of two ranks."""
+"""Sizes of a case's config that become multiples of 32: engines hold only whole fp8 blocks, on each of two ranks."""
 CELL_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One family, trainer layout, mode, quantisation and engine size."""
+    """One family, trainer layout, mode, quantization and engine size."""
 
     family: str
     layout: str
@@ -92,11 +92,11 @@ class Cell:
     quantization: str
     engine_tp: int
     digest: str
-    """Of the first engine's parameters."""
+    """Digest of the first engine's parameters."""
     problem: str = ""
 
     def describe(self) -> str:
-        """One line with all that is needed to look into it."""
+        """One line with all that is needed to investigate it."""
         verdict = "FAIL" if self.problem else "OK  "
         where = f"{self.family} / {self.layout} / {self.mode} / {self.quantization} / engine TP{self.engine_tp}"
         return f"{verdict} {where}: {self.problem or self.digest}"
@@ -188,7 +188,7 @@ def _run_case(
 
 
 def to_small_blocks(plain: PlainWeights | None = None) -> ToQuantized:
-    """The converter's recipe with smaller blocks than the tool allows: those of real models divide by 128."""
+    """The converter's recipe with smaller blocks than the tool allows, because real models' sizes divide by 128."""
     return ToQuantized(
         BlockFp8(FP8_BLOCK),
         FP8_BLOCK[0],
@@ -199,7 +199,7 @@ def to_small_blocks(plain: PlainWeights | None = None) -> ToQuantized:
 
 
 def _expected(address: str, folder: str) -> str:
-    """What SGLang's own loader makes of a checkpoint."""
+    """The result of SGLang's own loader for a checkpoint."""
     engine = Client(address, index=0, num_gpus=1, gpu_offset=0, is_colocated=False)
     engine.now("become", folder, "bfloat16", {})
     engine.now("load_stock", folder)
@@ -218,7 +218,7 @@ def _job(
     quantization: str,
     root: Path,
 ) -> Job:
-    """Where the engines of a cell lie."""
+    """The placement of a cell's engines."""
     first, second = addresses[size][0], addresses[1][1]
     if mode in ("plain", "colocated"):
         engines = [(first, 0, size)] + ([(second, 1, 1)] if size == 1 and world_size > 1 else [])
@@ -234,7 +234,7 @@ def _job(
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """One row for each family, quantisation and engine size; a cell counts the trainer layouts."""
+    """One row for each family, quantization and engine size; a cell counts the trainer layouts."""
     modes = [mode for mode in MODES if any(cell.mode == mode for cell in cells)]
     lines = [["family", "engine", "digest of its weights", *modes], ["---"] * (3 + len(modes))]
     rows: dict[tuple[str, str, int], list[Cell]] = {}

@@ -24,9 +24,9 @@ class MatrixEngine(LoadedModel):
     fault = ""
 
     def become(self, folder: str, dtype: str, flags: dict[str, Any]) -> None:
-        """A fresh engine of the checkpoint in ``folder``; ``flags`` go to args.
+        """A new engine of the checkpoint in ``folder``; ``flags`` go to args.
 
-        What pushes send is random numbers; the tower beside it, which they do not, is the checkpoint's.
+        Pushes send random numbers; the tower, which they do not send, comes from the checkpoint.
         """
         vars(self.args).update(flags, hf_checkpoint=folder)
         self.is_paused = False
@@ -55,7 +55,7 @@ def _untrained(folder: str) -> Callable[[str], bool]:
 
 @contextmanager
 def serve_engines(sizes: Iterable[int]) -> Iterator[dict[int, list[str]]]:
-    """Start engines with these tensor-parallel sizes; gives their addresses by size."""
+    """Start engines with these tensor-parallel sizes; return their addresses by size."""
     addresses: dict[int, list[str]] = {}
     with ExitStack() as stack:
         folder = tempfile.mkdtemp(prefix="engines-")  # the listeners remove their sockets when Python ends
@@ -68,7 +68,7 @@ def serve_engines(sizes: Iterable[int]) -> Iterator[dict[int, list[str]]]:
 
 
 def _any_config(folder: str) -> str:
-    """What engines are until the first cell: the smallest model there is."""
+    """The engines' model until the first cell: the smallest there is."""
     from tests.matrix.case import load_cases
 
     target = Path(folder) / "first"
@@ -81,5 +81,5 @@ class Client(FaultyEngine):
     """An engine as a rank sees it."""
 
     def now(self, name: str, *arguments: Any, timeout_s: float = 120) -> Any:
-        """Ask and wait."""
+        """Call and wait."""
         return getattr(self, name)(*arguments).wait(timeout_s)

@@ -1,4 +1,4 @@
-"""The trainer's side of the push matrix: real models, real pushes, every mode after the other on the same ranks."""
+"""The trainer's side of the push matrix: real models, real pushes, every mode in turn on the same ranks."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class Job:
 
     mode: str
     folder: str
-    """The engines' checkpoint: bf16, or quantised."""
+    """The engines' checkpoint: bf16, or quantized."""
     engines: tuple[tuple[str, int, int], ...]
     """Address, first GPU and number of GPUs of each engine."""
     disk: str
-    """An empty folder of its own."""
+    """A separate, empty folder."""
     expected: tuple[str, ...]
     """Digest that each engine must have after the first push."""
 
 
 @dataclass
 class Result:
-    """What became of a cell."""
+    """The result of a cell."""
 
     problem: str = ""
     digests: list[str] = field(default_factory=list)
@@ -62,7 +62,7 @@ def push_on_rank(
 ) -> list[Result]:
     """All cells of one family and layout."""
     logging.disable(logging.WARNING)
-    cpu_shim.install()  # the plain push has SGLang's form of a bucket
+    cpu_shim.install()  # the plain push uses SGLang's bucket format
     init_gloo_group()
     args = layout_rank.start(_case(name, config), Path(plain_folder), (*flags, "--bf16"))
     model = build_model(args, transforms=load_all(parts(args).transforms))
@@ -134,7 +134,7 @@ def _push(args: Namespace, model: Any, job: Job) -> Result:
 
 
 def _push_once(updater: WeightUpdater, engines: Sequence[Client], result: Result) -> list[str]:
-    """Push, see that all engines serve it, and give their digests (on all ranks)."""
+    """Push, check that all engines serve it, and return their digests (on all ranks)."""
     report = updater.push()
     told: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -150,7 +150,7 @@ def _push_once(updater: WeightUpdater, engines: Sequence[Client], result: Result
 
 @torch.no_grad()
 def _scale(model: Any, factor: float) -> None:
-    """Halve or double every parameter, which no rounding spoils."""
+    """Halve or double every parameter, which is exact in every dtype."""
     for chunk in model:
         for parameter in chunk.parameters():
             parameter.mul_(factor)

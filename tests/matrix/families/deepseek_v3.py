@@ -27,8 +27,8 @@ CASE = FamilyCase(
         "norm_topk_prob": True,
         "first_k_dense_replace": 2,
         "max_position_embeddings": 64,
-        # Stretched by less than it could be, so that all three kinds of dimensions occur, and the samples of the
-        # matrix are longer than the original length.
+        # YaRN's factor is small enough that all three kinds of dimensions occur, and the matrix's samples are longer
+        # than the # original length.
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 100.0,

@@ -1,6 +1,6 @@
-"""DeepSeek-V4: three kinds of attention, four residual streams, experts chosen by a table and by scores.
+"""DeepSeek-V4: three kinds of attention, four residual streams, experts chosen by a table or by scores.
 
-python -m tests.matrix.families.deepseek_v4 SOURCE TARGET     write a folder in bf16 as the model is published
+python -m tests.matrix.families.deepseek_v4 SOURCE TARGET     convert a bf16 folder to the published form
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.matrix.case import (
 )
 
 PUBLISHED = (
-    # what transformers 5.12.1 saves -> what published folders have, one after the other
+    # names that transformers 5.12.1 saves -> names in published folders, one after the other
     *((r"^model\.hc_head\.hc_", "hc_head_"), (r"^model\.embed_tokens\.", "embed."), (r"^lm_head\.", "head.")),
     *((r"^model\.", ""), (r"\.self_attn\.", ".attn."), (r"\.mlp\.", ".ffn."), (r"\.q_a_norm\.", ".q_norm.")),
     *((r"\.input_layernorm\.", ".attn_norm."), (r"\.post_attention_layernorm\.", ".ffn_norm.")),
@@ -46,7 +46,7 @@ PUBLISHED = (
 
 
 def published_names(tensors: Tensors) -> Tensors:
-    """The tensors that transformers 5.12.1 has saved, under the names of published folders, which it reads."""
+    """The tensors that transformers 5.12.1 saved, under the names of published folders, which it reads."""
     renamed = {}
     for name, tensor in tensors.items():
         for pattern, target in PUBLISHED:
@@ -71,7 +71,7 @@ class Reference(torch.nn.Module):
 
 
 def write(case: FamilyCase, folder: Path, seed: int) -> None:
-    """With tables of experts, sinks, position biases and streams that matter."""
+    """With expert tables, sinks, position biases and streams that matter."""
     count = case.config["num_hidden_layers"]
     kinds = {key: list(itertools.islice(itertools.cycle(case.config[key]), count)) for key in ("layer_types",)}
     kinds["mlp_layer_types"] = ["hash_moe"] + ["moe"] * (count - 1)
@@ -88,7 +88,7 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
 
 
 def published_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json that transformers has saved, with the keys of published folders, which SGLang reads."""
+    """The config.json that transformers saved, with the keys of published folders, which SGLang reads."""
     kinds, rates, rotary = (config.pop(key) for key in ("layer_types", "compress_rates", "rope_parameters"))
     keys = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
     scaling = {"type": "yarn"} | {key: rotary["compress"][key] for key in keys}
@@ -107,12 +107,12 @@ EIGHT_BITS = re.compile(
 FOUR_BITS = re.compile(r"layers\.\d+\.ffn\.experts\.\d+\.w[123]\.weight")
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 EVEN_FIRST = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
-"""Codes of e2m1, so that the first of the nearest ones ends in 0."""
+"""Codes of e2m1, ordered so that the first of the nearest ones ends in 0."""
 BLOCK = 128
 
 
 def publish(source: Path, target: Path) -> None:
-    """Write the folder as DeepSeek-V4-Flash is published: layers in FP8, experts in FP4, scales of one byte."""
+    """Write the folder like the published DeepSeek-V4-Flash: FP8 layers, FP4 experts, one-byte scales."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors: Tensors = {}
     for name, tensor in read_tensors(source).items():
@@ -131,7 +131,7 @@ def publish(source: Path, target: Path) -> None:
 
 
 def power_of_two_above(numbers: torch.Tensor) -> torch.Tensor:
-    """The least power of two that is not below each number."""
+    """The smallest power of two that is not below each number."""
     mantissa, exponent = torch.frexp(numbers)
     return torch.ldexp(torch.ones_like(numbers), exponent - (mantissa == 0.5).int())
 
@@ -185,7 +185,7 @@ CASE = FamilyCase(
         "num_experts_per_tok": 2,
         "routed_scaling_factor": 1.7,
         "moe_intermediate_size": 20,
-        "swiglu_limit": 0.55,  # of 0.5 a gate comes within 4e-7 in training: rounding then decides on its gradient
+        "swiglu_limit": 0.55,  # with 0.5 a gate comes within 4e-7 in training, and rounding would decide its gradient
         "rope_theta": 10000.0,
         "compress_rope_theta": 16000.0,
         "rope_parameters": {

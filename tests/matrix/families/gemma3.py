@@ -9,7 +9,7 @@ from tests.matrix.case import SMALL, FamilyCase, read_config, read_tensors, writ
 
 
 def write(case: FamilyCase, folder: Path, seed: int) -> None:
-    """With norms as they are stored: the distance from one."""
+    """With norms stored as the distance from one."""
     write_with_transformers(case, folder, seed)
     tensors = read_tensors(folder)
     for name, tensor in tensors.items():

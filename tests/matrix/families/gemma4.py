@@ -1,4 +1,4 @@
-"""Gemma 4: two widths of heads, keys that are values; embeddings by layer and keys of earlier layers; experts."""
+"""Gemma 4: two head widths, values that are the keys, per-layer embeddings, shared keys and values, experts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VISION = {
 
 
 def write(case: FamilyCase, folder: Path, seed: int) -> None:
-    """A folder with a vision tower; factors of layers that are not 1."""
+    """A folder with a vision tower, and layer scalars other than 1."""
     text = {key: value for key, value in case.config.items() if key != "model_type"}
     config = {"model_type": "gemma4", "text_config": text, "vision_config": VISION, "audio_config": None}
     config["tie_word_embeddings"] = text["tie_word_embeddings"]
@@ -42,7 +42,7 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
     for name, tensor in tensors.items():
         if name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             tensor.copy_(1 + random_tensor(name, tensor.shape, generator))
-    for name in unread_keys(text):  # as published folders have them
+    for name in unread_keys(text):  # published folders have them
         like = f"{LAYERS}{text['layer_types'].index(text['layer_types'][int(name.split('.')[3])])}"
         shape = tensors[f"{like}.self_attn.{name.partition('.self_attn.')[2]}"].shape
         tensors[name] = random_tensor(name, shape, generator)
@@ -50,7 +50,7 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
 
 
 def unread_keys(config: Mapping[str, Any]) -> list[str]:
-    """Names of keys and values of layers that attend to those of others."""
+    """Names of keys and values in layers that attend to those of others."""
     count, shared = config["num_hidden_layers"], config.get("num_kv_shared_layers", 0)
     parts = ("k_proj", "v_proj", "k_norm")
     return [f"{LAYERS}{n}.self_attn.{part}.weight" for n in range(count - shared, count) for part in parts]
@@ -66,7 +66,7 @@ def reference(folder: Path) -> torch.nn.Module:
         )
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
-            module.padding_idx = None  # the data has the token, whose gradient would be dropped
+            module.padding_idx = None  # the data contains the token, whose gradient would be dropped
     return model
 
 

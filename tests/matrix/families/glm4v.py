@@ -1,4 +1,4 @@
-"""GLM-4.1V and GLM-4.6V: GLM-4 and GLM-4.5 behind a tower that interpolates its positions with cubic splines."""
+"""GLM-4.1V and GLM-4.6V: GLM-4 and GLM-4.5 after a tower that interpolates its positions with cubic splines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EXPERTS = replace(
         "num_hidden_layers": 3,
         "first_k_dense_replace": 1,
         "intermediate_size": 60,
-        "moe_intermediate_size": 20,  # with 28 two experts of a token tie, to the last bit, after the first step
+        "moe_intermediate_size": 20,  # with 28 two experts of a token tie exactly after the first step
         "n_routed_experts": 12,
         "n_shared_experts": 2,
         "num_experts_per_tok": 4,

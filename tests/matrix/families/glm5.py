@@ -35,7 +35,7 @@ CONFIG = {
     "norm_topk_prob": True,
     "max_position_embeddings": 256,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-    # Rows of the tests have up to 65 keys. With 16 heads no two scores are equal, and few are zero.
+    # Rows of the tests have up to 65 keys.  With 16 heads no two scores are equal, and few are zero.
     "index_topk": 7,
     "index_n_heads": 16,
     "index_head_dim": 20,

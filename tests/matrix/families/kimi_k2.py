@@ -1,4 +1,4 @@
-"""Kimi-K2: DeepSeek-V3's layout with one group of experts, and YaRN whose ramp is as narrow as can be."""
+"""Kimi-K2: DeepSeek-V3's layout with one expert group, and YaRN with the narrowest possible ramp."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.matrix.references import kimi_k2
 
 
 def write(case: FamilyCase, folder: Path, seed: int) -> None:
-    """Config as the published one has it (rotary settings at the top), tensors of the reference."""
+    """Config like the published one (rotary settings at the top level), tensors of the reference."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**case.config, "architectures": [case.architecture], "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config, indent=2))

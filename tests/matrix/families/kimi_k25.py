@@ -1,4 +1,4 @@
-"""Kimi-K2.5: Kimi-K2 in a folder with a vision tower, of which the text is trained."""
+"""Kimi-K2.5: Kimi-K2 in a folder with a vision tower; only the text model is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 3: as published (an untied 3.1 with scaled rotary frequencies) and with heads that are not grouped."""
+"""Llama 3: as published (an untied 3.1 with scaled rotary frequencies) and with ungrouped heads."""
 
 from __future__ import annotations
 

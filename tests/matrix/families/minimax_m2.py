@@ -18,9 +18,9 @@ CASE = FamilyCase(
         "bos_token_id": 1,
         "eos_token_id": 2,
         "rms_norm_eps": 1e-6,
-        # transformers reads the fraction here, engines the number of dimensions in rotary_dim.
+        # transformers reads the fraction here; engines read the number of dimensions in rotary_dim.
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5},
-        # What the published config says and transformers has no words for.
+        # Settings of the published config that transformers does not know.
         "use_qk_norm": True,
         "qk_norm_type": "per_layer",
         "use_routing_bias": True,

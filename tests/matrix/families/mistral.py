@@ -1,4 +1,4 @@
-"""Mistral: Llama's layers under a name of their own, without its windows."""
+"""Mistral: Llama's layers under another name, without its windows."""
 
 from __future__ import annotations
 

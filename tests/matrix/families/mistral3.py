@@ -1,4 +1,4 @@
-"""Mistral 3: Mistral in a folder with a vision tower, of which the text is trained."""
+"""Mistral 3: Mistral in a folder with a vision tower; only the text model is trained."""
 
 from __future__ import annotations
 

@@ -24,20 +24,20 @@ from tests.matrix.case import (
     write_with_transformers,
 )
 
-# The reference computes in torch: beside a GPU transformers would ask its hub for these.
+# The reference computes in torch; beside a GPU, transformers would fetch these from the hub.
 hub_kernels._KERNEL_MODULE_MAPPING.update({name: ModuleType(name) for name in ("causal-conv1d", "mamba-ssm")})
 PATTERN = "ME*-M"
 
 
 def published_names(tensors: Tensors) -> Tensors:
-    """The tensors that transformers 5.12.1 has saved, under the names of published folders."""
+    """The tensors that transformers 5.12.1 saved, under the names of published folders."""
     return {name.replace("backbone.embedding.", "backbone.embeddings."): tensor for name, tensor in tensors.items()}
 
 
 class Reference(torch.nn.Module):
     """transformers' model without its bound on the steps of Mamba-2.
 
-    Its plain path raises a step to ``time_step_min``; its kernels, SGLang and the training of the model do not.
+    Its plain path raises a step to ``time_step_min``; its kernels, SGLang and the model's training do not.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -66,7 +66,7 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
         elif name.endswith("dt_bias"):
             tensor += torch.linspace(1.0, -2.0, tensor.numel())
         elif name.endswith("conv1d.weight"):
-            tensor *= 8.0  # three weights a channel: each must count
+            tensor *= 8.0  # three weights per channel: each must matter
     write_tensors(folder, tensors)
     config = read_config(folder)
     config["mamba_n_groups"] = config["n_groups"]  # SGLang's name

@@ -1,4 +1,4 @@
-"""OLMo 3: norms behind attention and MLP, over all heads in attention; YaRN in the layers without a window alone."""
+"""OLMo 3: norms after attention and MLP, over all heads in attention; YaRN only in full-attention layers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from tests.matrix.case import SMALL, FamilyCase
 
 FACTOR = 0.1 * math.log(4) + 1
-"""``attention_factor``, which published configs spell out: what YaRN derives from a factor of 4."""
+"""``attention_factor``, which published configs state explicitly: YaRN's value for a factor of 4."""
 
 
 def reference(folder: Path) -> torch.nn.Module:
-    """Return transformers' model, whose layers with a window get plain positions, as in training and in SGLang."""
+    """Return transformers' model with plain positions in sliding-window layers, as in training and in SGLang."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain_config = copy.deepcopy(model.config)
     plain_config.rope_parameters = {"rope_type": "default", "rope_theta": model.config.rope_parameters["rope_theta"]}

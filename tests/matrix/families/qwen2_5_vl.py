@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: Qwen2 with axes of positions one behind the other, and a tower that attends within windows."""
+"""Qwen2.5-VL: Qwen2 with position axes one after the other, and a tower that attends within windows."""
 
 from __future__ import annotations
 

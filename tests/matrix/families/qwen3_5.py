@@ -15,7 +15,7 @@ from tests.matrix.references.mtp import mtp_extra_loss
 
 
 def write(case: FamilyCase, folder: Path, seed: int) -> None:
-    """With decays of all speeds, and keys made like their queries; see ``families/qwen3_next.py``."""
+    """With decays of all speeds, and keys similar to their queries; see ``families/qwen3_next.py``."""
     interval, num_layers = case.config["full_attention_interval"], case.config["num_hidden_layers"]
     kinds = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(num_layers)]
     keys = case.config["linear_num_key_heads"] * case.config["linear_key_head_dim"]
@@ -31,7 +31,7 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
             elif name.endswith("in_proj_qkv.weight"):
                 tensor[keys : 2 * keys] += 3 * tensor[:keys]
             elif name.endswith("conv1d.weight"):
-                tensor *= 8.0  # three weights a channel: each must count
+                tensor *= 8.0  # three weights per channel: each must matter
                 tensor[keys : 2 * keys] += 3 * tensor[:keys]
 
     with_kinds = replace(case, config={**case.config, "layer_types": [*kinds, "full_attention"]})

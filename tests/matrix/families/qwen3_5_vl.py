@@ -15,7 +15,7 @@ ASKED_FOR = ("--spec", "slime_plugins.models.qwen3_5_vl", "get_qwen3_5_vl_model_
 
 
 def _seeing(text: FamilyCase, **more: Any) -> FamilyCase:
-    """The case of a text model with its tower, each axis turning some frequencies, and an MTP layer that is frozen."""
+    """The case of a text model with its tower, where each axis rotates some frequencies, and a frozen MTP layer."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
     return replace(

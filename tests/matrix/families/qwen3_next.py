@@ -30,8 +30,8 @@ MTP_FORMAT = MtpFormat(
 def write(case: FamilyCase, folder: Path, seed: int) -> None:
     """With decays of all speeds, so that some heads remember a whole sequence and others a few tokens.
 
-    Keys are made like their queries: the first token's output is a value times their product, and is normed.  Where
-    the product happens to be nearly zero, that shows nothing but the rounding of fp32.
+    Keys are similar to their queries: the first token's output is a value times their product, and is normed.  If the
+    product were nearly zero, that would show nothing but the rounding of fp32.
     """
     interval, num_layers = case.config["full_attention_interval"], case.config["num_hidden_layers"]
     kinds = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(num_layers)]
@@ -54,7 +54,7 @@ def write(case: FamilyCase, folder: Path, seed: int) -> None:
             by_head = tensor.view(heads, -1, tensor.size(1))
             by_head[:, width : 2 * width] += 3 * by_head[:, :width]
         elif name.endswith("conv1d.weight"):
-            tensor *= 8.0  # three weights a channel: each must count
+            tensor *= 8.0  # three weights per channel: each must matter
             tensor[heads * width : 2 * heads * width] += 3 * tensor[: heads * width]
     write_tensors(folder, tensors)
 
@@ -65,7 +65,7 @@ CASE = FamilyCase(
         **SMALL,
         "model_type": "qwen3_next",
         "num_hidden_layers": 5,
-        "full_attention_interval": 3,  # the layer behind the last is one with full attention, too
+        "full_attention_interval": 3,  # the layer after the last also has full attention
         "num_nextn_predict_layers": 1,
         "head_dim": 16,
         "linear_num_key_heads": 4,

@@ -1,4 +1,4 @@
-"""Folders with a language model beside a vision tower, as Qwen3.5 is published: made of, and read as, text models.
+"""Folders with a language model and a vision tower, like the published Qwen3.5: made from, and read as, text models.
 
 The language model's tensors have the prefix ``model.language_model.``, the tower's ``model.visual.``; the experts of a
 layer are stacked in one tensor; config.json has the language model's settings in ``text_config``.
@@ -30,7 +30,7 @@ VISION = {
 
 
 def to_text(tensors: Mapping[str, Tensor]) -> Tensors:
-    """The language model alone, expert by expert, under the names of a folder without a tower."""
+    """The language model, expert by expert, under the names of a folder without a tower."""
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(TOWER)}
     return {name.replace(TRUNK, TEXT, 1): tensor.clone() for name, tensor in by_expert(kept)}
 
@@ -53,11 +53,11 @@ def write_composite(
     """A random composite folder with MTP layers.
 
     Args:
-        case: ``model_type`` is that of the folder; the rest goes to ``text_config``.
-        folder: where to.
-        seed: of the numbers.
+        case: ``model_type`` is the folder's; the rest goes into ``text_config``.
+        folder: the folder to write.
+        seed: seed of the numbers.
         mtp: names of the MTP layers.
-        change: mends the text model's tensors, in place.
+        change: modifies the text model's tensors in place.
     """
     kind = case.config["model_type"]
     text_case = replace(case, config={**case.config, "model_type": f"{kind}_text"})
@@ -103,7 +103,7 @@ class CompositeModel(ModelWithMtp):
         """From a folder of :func:`write_composite`, in fp32."""
         config = read_config(folder)["text_config"]
         config["num_nextn_predict_layers"] = config.pop("mtp_num_hidden_layers")
-        config["layer_types"] += ["full_attention"] * config["num_nextn_predict_layers"]  # inside of the MTP layers
+        config["layer_types"] += ["full_attention"] * config["num_nextn_predict_layers"]  # inside the MTP layers
         with tempfile.TemporaryDirectory() as text:
             (Path(text) / "config.json").write_text(json.dumps(config))
             write_tensors(Path(text), to_text(read_tensors(folder)))

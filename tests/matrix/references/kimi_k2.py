@@ -1,7 +1,7 @@
 """Kimi-K2, plain and slow: DeepSeek-V2's attention, DeepSeek-V3's experts, YaRN, written from their papers.
 
-transformers has no class for it.  A test compares this module with transformers' DeepSeek-V3 on weights of both.
-Positions are turned as complex numbers, attention is masked and whole, experts are walked one by one.
+transformers has no class for it.  A test compares this module with transformers' DeepSeek-V3 on equal weights.
+Positions are rotated as complex numbers, attention uses a full mask, experts run one by one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def magnitude(config: Config, name: str) -> float:
 
 
 def turn(x: Tensor, radians: Tensor, strength: float) -> Tensor:
-    """Neighbouring dimensions [..., L, rope] as complex numbers, turned."""
+    """Neighboring dimensions [..., L, rope] as complex numbers, rotated."""
     numbers = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(numbers * torch.polar(torch.full_like(radians, strength), radians)).flatten(-2)
 
@@ -103,7 +103,7 @@ class Mlp(nn.Module):
 
 
 class Gate(nn.Module):
-    """Which experts a token goes to, and how much each counts; one group of experts."""
+    """Which experts a token goes to, and their weights; one expert group."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

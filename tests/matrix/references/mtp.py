@@ -1,9 +1,9 @@
 """Multi-token prediction in plain torch around transformers' layers: checkpoints with MTP layers, and their loss.
 
-transformers knows no MTP layers.  What is inside of them is one more decoder layer of the model, so a model with D
-layers more is built, of which the last D serve the MTP layers:
+transformers has no MTP layers.  Inside they are one more decoder layer of the model, so a model with D
+additional layers is built, whose last D serve the MTP layers:
 
-    hidden_0 = what the model's vocabulary projection reads
+    hidden_0 = input of the model's vocabulary projection
     hidden_k[p] = final_norm(layer([enorm(embedding of token p + k); hnorm(hidden_(k-1)[p])] through eh_proj))
     loss of depth k = minus the mean of log softmax(lm_head(hidden_k[p]))[token p + 1 + k] over the trained tokens
 """
@@ -40,9 +40,9 @@ class MtpFormat:
     """How a family's checkpoints name and lay out MTP layers."""
 
     prefix: Callable[[int, int], str] = lambda index, num_layers: f"model.layers.{num_layers + index}."
-    """(MTP layer, layers of the model) to the beginning of its names."""
+    """Function of (MTP layer, layers of the model) that returns the prefix of its names."""
     inner: str = ""
-    """Behind the prefix, in front of the names of the MTP layer's decoder layer."""
+    """Between the prefix and the names of the MTP layer's decoder layer."""
     norm_centre: float = 0.0
     """What is added to the weights of norms."""
     enorm: str = "enorm.weight"
@@ -55,13 +55,13 @@ class MtpFormat:
         ("model.embed_tokens.weight", "embed_tokens.weight"),
         ("lm_head.weight", "shared_head.head.weight"),
     )
-    """The model's tensors that the MTP layer has once more, and their names there."""
+    """The model's tensors that the MTP layer duplicates, and their names there."""
     model_type: str | None = None
-    """What transformers calls the model, where it does not know the family's own name."""
+    """transformers' name of the model, if it does not know the family's own."""
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Names of the tensors beside the decoder layer's."""
+        """Names of the tensors outside the decoder layer."""
         return self.enorm, self.hnorm, self.eh_proj, self.final_norm
 
 
@@ -100,7 +100,7 @@ def write_with_mtp(case: FamilyCase, folder: Path, seed: int, mtp: MtpFormat = D
 
 
 def _with_more_layers(config: Mapping[str, Any], num_mtp: int) -> dict[str, Any]:
-    """The config of a model with the MTP layers' decoder layers behind its own; lists of a value per layer go on."""
+    """The config of a model with the MTP layers' decoder layers after its own; per-layer lists are extended."""
     num_layers = config["num_hidden_layers"]
     settings = {
         name: [*value, *value[-1:] * num_mtp] if isinstance(value, list) and len(value) == num_layers else value
@@ -110,7 +110,7 @@ def _with_more_layers(config: Mapping[str, Any], num_mtp: int) -> dict[str, Any]
 
 
 def _to_checkpoint(tensors: Mapping[str, Tensor], num_layers: int, num_mtp: int, mtp: MtpFormat) -> dict[str, Tensor]:
-    """The larger model's tensors under the names of a checkpoint with MTP layers, copies included."""
+    """The larger model's tensors under the names of a checkpoint with MTP layers, including copies."""
     renamed = dict(tensors)
     for index in range(num_mtp):
         prefix = mtp.prefix(index, num_layers)
@@ -122,7 +122,7 @@ def _to_checkpoint(tensors: Mapping[str, Tensor], num_layers: int, num_mtp: int,
 
 
 class ModelWithMtp(torch.nn.Module):
-    """A transformers model, and what its MTP layers have beside a decoder layer."""
+    """A transformers model, and its MTP layers' tensors outside the decoder layer."""
 
     def __init__(self, folder: Path, mtp: MtpFormat = DEEPSEEK_FORMAT) -> None:
         """From a checkpoint with MTP layers, in fp32."""
@@ -163,7 +163,7 @@ class ModelWithMtp(torch.nn.Module):
         return self.model(tokens).logits
 
     def logits_ahead(self, tokens: Tensor) -> list[Tensor]:
-        """[depth] logits [L, vocab] for one sequence [L]; nothing but the MTP layers gets a gradient."""
+        """[depth] logits [L, vocab] for one sequence [L]; only the MTP layers get gradients."""
         trunk, length = self.model.model, len(tokens)
         with torch.no_grad():
             hidden = trunk(tokens[None]).last_hidden_state
@@ -216,12 +216,12 @@ def mtp_losses(model: ModelWithMtp, samples: Sequence[Mapping[str, Any]]) -> lis
 
 
 def mtp_extra_loss(model: torch.nn.Module, samples: Sequence[Mapping[str, Any]]) -> Tensor:
-    """What MTP training adds to the loss, for ``FamilyCase.extra_loss``."""
+    """MTP training's addition to the loss, for ``FamilyCase.extra_loss``."""
     assert isinstance(model, ModelWithMtp)
     return LOSS_FACTOR * torch.stack(mtp_losses(model, samples)).mean()
 
 
 def mtp_flags(folder: Path, *, is_trained: bool = True) -> list[str]:
-    """Build the MTP layers, and train them or leave them frozen."""
+    """Build the MTP layers, and train or freeze them."""
     built = ["--mtp-num-layers", str(num_mtp_layers(read_config(folder)))]
     return [*built, "--enable-mtp-training"] if is_trained else built

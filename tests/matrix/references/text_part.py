@@ -1,4 +1,4 @@
-"""Folders of a language model beside a vision tower that the trainer goes without, both transformers' own."""
+"""Folders of a language model with a vision tower that the trainer ignores, both transformers' own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.matrix.case import FamilyCase, Tensors, hide_broken_torchvision, quie
 
 
 def writer(text_type: str, vision: Mapping[str, Any]) -> Callable[[FamilyCase, Path, int], None]:
-    """What writes a random folder whose ``text_config`` is the case's config under the type ``text_type``."""
+    """Return a writer of a random folder whose ``text_config`` is the case's config under the type ``text_type``."""
 
     def write(case: FamilyCase, folder: Path, seed: int) -> None:
         hide_broken_torchvision()
@@ -36,7 +36,7 @@ def writer(text_type: str, vision: Mapping[str, Any]) -> Callable[[FamilyCase, P
 
 
 def reference(folder: Path) -> torch.nn.Module:
-    """Return the whole model in fp32, which takes text alone."""
+    """Return the whole model in fp32, which accepts text alone."""
     hide_broken_torchvision()
     from transformers import AutoModelForImageTextToText
 

@@ -33,8 +33,8 @@ GRIDS = {
 
 
 def image_adder(vision: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """What puts images in front of prompts, cut for this ``vision_config``; the text may hold tokens that look like
-    images behind them.
+    """Return a function that puts images before prompts, split for this ``vision_config``; the text may hold tokens
+    that look like images after them.
     """
     merge, values = vision["spatial_merge_size"], 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
 
@@ -61,7 +61,8 @@ def image_adder(vision: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
 def vision_writer(
     vision: Mapping[str, Any], change: Callable[[Tensors], None] = lambda tensors: None
 ) -> Callable[[FamilyCase, Path, int], None]:
-    """What writes a random model with this ``vision_config``; ``change`` mends the tensors of the folder in place."""
+    """Return a writer of a random model with this ``vision_config``; ``change`` modifies the folder's tensors in
+    place."""
 
     def write(case: FamilyCase, folder: Path, seed: int) -> None:
         hide_broken_torchvision()
@@ -91,7 +92,7 @@ def vision_writer(
 
 
 def transpose_stacks(tensors: Tensors) -> None:
-    """Stacked experts as Qwen3-VL is published; transformers reads both forms and writes the other."""
+    """Stacked experts as in the published Qwen3-VL; transformers reads both forms and writes the other."""
     for name, tensor in tensors.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             tensors[name] = tensor.mT.contiguous()

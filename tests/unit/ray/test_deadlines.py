@@ -132,7 +132,7 @@ def test_a_private_cluster_that_starts_too_slowly_is_started_again_but_not_for_e
     slow = Exception("The current node timed out during startup.")
     answers[:] = [slow, None]
     cluster._start(1, 2)
-    assert answers == [] and "attempt 1 of 3" in caplog.text
+    assert answers == [] and "Attempt 1 of 3" in caplog.text
     answers[:] = [slow] * 4
     with pytest.raises(Exception, match="timed out during startup"):
         cluster._start(1, 2)
