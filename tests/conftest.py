@@ -1,7 +1,7 @@
-"""Clean-up after tests: what they opened in this process, and the processes of those that fail.
+"""Clean-up after tests: what they opened in this process, and the processes of failed ones.
 
-A test that runs into its limit fails alone (``timeout_method = "signal"``), but what it started goes on: servers,
-ranks of a job, a Ray.  Every process inherits a mark from the test process that started it, so what a failed test has
+A test that exceeds its limit fails alone (``timeout_method = "signal"``), but what it started keeps running: servers,
+ranks of a job, a Ray.  Every process inherits a mark from the test process that started it, so whatever a failed test
 left behind is found however far it has detached itself.  Processes of fixtures that later tests share are older than
 the test and stay.
 """
@@ -23,16 +23,16 @@ import pytest
 from slime.utils.torchvision_package import import_torchvision
 
 MARK = "SLIME_TEST_PROCESS"
-"""Environment variable whose value names the test process: one for each worker of pytest-xdist."""
+"""Environment variable whose value identifies the test process; one for each pytest-xdist worker."""
 CLOCK_TOLERANCE_S = 0.1
-"""Start times of processes come in ticks of 10 ms."""
+"""Start times of processes have a resolution of 10 ms."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     import_torchvision()  # transformers looks for it once, and tests with images share processes with others
     os.environ[MARK] = uuid.uuid4().hex
-    os.environ["SLIME_CACHE_DIR"] = f"{tempfile.gettempdir()}/slime-cache-{os.environ[MARK]}"  # of these tests alone
-    # Ray starts its workers at nice 15: beside a few busy processes a job would get a fiftieth of the machine.
+    os.environ["SLIME_CACHE_DIR"] = f"{tempfile.gettempdir()}/slime-cache-{os.environ[MARK]}"  # for these tests alone
+    # Ray starts its workers at nice 15: beside a few busy processes, a job would get a fiftieth of the machine.
     os.environ["RAY_worker_niceness"] = "0"
 
 
@@ -49,7 +49,7 @@ def processes_since(start_s: float) -> list[psutil.Process]:
             if is_ours and process.create_time() > start_s - CLOCK_TOLERANCE_S:
                 found.append(process)
         except psutil.Error:
-            continue  # it has ended, or is not ours to read
+            continue  # it has ended, or we may not read it
     return found
 
 
@@ -64,7 +64,7 @@ def kill_all(processes: list[psutil.Process]) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Real jobs come first: one that starts last would be waited for alone."""
+    """Run real jobs first: one that starts last would run alone at the end."""
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
 
 
@@ -81,8 +81,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def freeze() -> None:
-    """Take what lives from file to file, a million objects of imported modules, out of every later garbage
-    collection: looking through them made a fifth of the processor time of some files."""
+    """Exclude objects that live from file to file, a million of imported modules, from garbage collection:
+    scanning them took a fifth of the processor time of some files."""
     gc.collect()
     gc.freeze()
 
@@ -99,7 +99,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """Close the telemetry that code under test opened: a process has one, and the next test asks for another."""
+    """Close the telemetry that tested code opened: a process has one, and the next test needs another."""
     yield
     if (telemetry := sys.modules.get("slime.observability.telemetry")) is not None:
         telemetry.stop()

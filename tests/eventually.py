@@ -1,4 +1,4 @@
-"""Wait for what comes by itself, with a deadline at which the test fails."""
+"""Waiting for asynchronous events, with a deadline at which the test fails."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], T], what: str = "the condition", *, timeout_s: float = 60.0) -> T:
-    """Return what ``condition()`` gives as soon as it is true.
+    """Return the result of ``condition()`` as soon as it is true.
 
     Raises:
-        AssertionError: it was not within ``timeout_s``; the message names ``what``.
+        AssertionError: it was not true within ``timeout_s``; the message names ``what``.
     """
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -24,7 +24,7 @@ def wait_until(condition: Callable[[], T], what: str = "the condition", *, timeo
 
 
 async def until(condition: Callable[[], T], what: str = "the condition", *, timeout_s: float = 60.0) -> T:
-    """The same, while the event loop goes on."""
+    """The same, while the event loop runs."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"

@@ -1,4 +1,4 @@
-"""Args as a command leaves them that gives no flag: tests say only what they need otherwise."""
+"""Args of a command without flags: tests only add the values they need."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def _defaults() -> dict[str, Any]:
 
 
 def args_with(**given: Any) -> Namespace:
-    """The defaults of slime's own flags, nothing derived or checked, with these values over them."""
+    """The defaults of slime's own flags, without deriving or checking anything, overridden by these values."""
     return Namespace(**copy.deepcopy(_defaults()) | given)

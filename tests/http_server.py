@@ -1,4 +1,4 @@
-"""An HTTP server of a few lines, in the event loop of the test."""
+"""A minimal HTTP server in the event loop of the test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.utils.http_utils import close_http_client
 
 @asynccontextmanager
 async def served(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[int]:
-    """Answer every request on loopback; give the port, and close slime's client at the end."""
+    """Answer every request on loopback; yield the port, and close slime's client at the end."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)

@@ -1,4 +1,4 @@
-"""Tensors as the buckets of a push, for tests that are no trainer."""
+"""Tensors as the buckets of a push, for tests without a trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NamedSlice = tuple[str, TensorSlice]
 
 
 def whole_buckets(tensors: Mapping[str, Tensor], num_buckets: int = 1) -> Manifest:
-    """Whole tensors in their order, spread over buckets."""
+    """Whole tensors in order, distributed over buckets."""
     names = list(tensors)
     per_bucket = -(-len(names) // num_buckets)
     entries: list[TensorEntry] = []
@@ -31,7 +31,8 @@ def whole_buckets(tensors: Mapping[str, Tensor], num_buckets: int = 1) -> Manife
 
 
 def cut_buckets(tensors: Mapping[str, Tensor], num_parts: int = 2) -> Manifest:
-    """As shards come: bucket ``i`` holds part ``i`` of every matrix, by rows and columns in turn; the rest whole."""
+    """Like shards: bucket ``i`` holds part ``i`` of every matrix, alternately by rows and columns; others are
+    whole."""
     cuts: list[list[NamedSlice]] = [[] for _ in range(num_parts)]
     for number, (name, tensor) in enumerate(tensors.items()):
         dim = number % max(tensor.dim(), 1)
@@ -73,7 +74,7 @@ def fill(manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def digests(manifest: Manifest, flats: Sequence[Tensor]) -> list[str]:
-    """What an engine that received these buffers acknowledges."""
+    """The acknowledgement of an engine that received these buffers."""
     words = []
     for bucket, flat in zip(manifest.buckets, flats, strict=True):
         sizes = [p.slice.num_elements * manifest.by_name[p.name].torch_dtype.itemsize for p in bucket.slices]

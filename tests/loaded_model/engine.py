@@ -1,4 +1,4 @@
-"""An engine without a server: SGLang's model on one CPU process for each rank, behind the weight verbs.
+"""An engine without a server: SGLang's model in one CPU process per rank, behind the weight verbs.
 
 For example::
 
@@ -29,7 +29,7 @@ START_TIMEOUT_S = 180
 
 
 class VerbsOfExtensions(WeightVerbs):
-    """An actor whose methods are the requests of extensions, too."""
+    """An actor whose methods include the requests of extensions."""
 
     def __getattr__(self, name: str) -> Any:
         for module in (engine_verbs, local_copy):
@@ -39,13 +39,13 @@ class VerbsOfExtensions(WeightVerbs):
 
 
 class LoadedModel(VerbsOfExtensions):
-    """The blocking methods of ``SGLangEngine`` that concern weights, on real models.
+    """The blocking weight methods of ``SGLangEngine``, on real models.
 
     Args:
-        folder: HF checkpoint folder; its config.json alone is read.  The weights begin as random numbers.
-        tp_size: processes.
-        quantization: a ``quantization_config`` to give the model instead of the folder's (``rank.BLOCK_FP8``).
-        dtype: of unquantised parameters, as ``--dtype`` of SGLang.
+        folder: HF checkpoint folder, of which only config.json is read.  The weights are initially random.
+        tp_size: number of processes.
+        quantization: a ``quantization_config`` for the model instead of the folder's (``rank.BLOCK_FP8``).
+        dtype: dtype of unquantized parameters, like SGLang's ``--dtype``.
         timeout_s: deadline of every request, and ``--weight-update-timeout-s``.
     """
 
@@ -110,7 +110,7 @@ class LoadedModel(VerbsOfExtensions):
         dtype: str = "bfloat16",
         has_weights: bool = False,
     ) -> None:
-        """Become a fresh engine of another model in the same processes, which saves their start (10 s)."""
+        """Become a new engine of another model in the same processes, which saves their start (10 s)."""
         self.unfinished_push = None
         self._ask("swap", str(folder), dtype, quantization, has_weights)
 
@@ -122,14 +122,14 @@ class LoadedModel(VerbsOfExtensions):
         self.is_paused = False
 
     def flush_cache(self) -> None:
-        """There is no cache."""
+        """Do nothing: there is no cache."""
 
     def parameters(self) -> list[dict[str, torch.Tensor]]:
-        """Every rank's parameters as they are now, under the engine's own names; copies."""
+        """Copies of every rank's current parameters, under the engine's own names."""
         return self._ask("parameters")
 
     def call(self, function: Any, *arguments: Any) -> list[Any]:
-        """``function(loaded_rank, *arguments)`` on every rank; it must be importable by name."""
+        """Run ``function(loaded_rank, *arguments)`` on every rank; it must be importable by name."""
         return self._ask("call", function, *arguments)
 
     def _request(self, method: str, path: str, payload: Any = None, *, timeout_s: float | None = None) -> Any:
@@ -182,5 +182,5 @@ def _serve(pipe: Any, settings: dict[str, Any]) -> None:
                 if what == "parameters":
                     value = {name: tensor.clone() for name, tensor in value.items()}
             pipe.send((value, None))
-        except Exception:  # the edge of this process: whoever asked hears of it
+        except Exception:  # the edge of this process: the caller gets the error
             pipe.send((None, traceback.format_exc()))

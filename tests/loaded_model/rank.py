@@ -1,7 +1,7 @@
 """SGLang's own model classes on the CPU, in this process, without a server: one tensor-parallel rank.
 
-What stands between an HTTP request and the model in SGLang (tokenizer manager, scheduler, model runner) is replaced by
-:meth:`LoadedRank.answer`; the model, its layers, their weight loaders and the parallel groups are SGLang's.
+:meth:`LoadedRank.answer` replaces everything between an HTTP request and the model in SGLang (tokenizer manager,
+scheduler, model runner); the model, its layers, their weight loaders and the parallel groups are SGLang's.
 """
 
 from __future__ import annotations
@@ -73,22 +73,22 @@ UNWRITTEN = {
     **{"deepseek_v3": _DEEPSEEK, "kimi_k2": _DEEPSEEK, "minimax_m2": _MINIMAX},
     "qwen3_next": _QWEN3_NEXT,  # of the tiny models here; transformers writes a list of types instead
 }
-"""By ``model_type``: settings of the published configs that transformers leaves out, and SGLang reads."""
+"""By ``model_type``: settings of the published configs that transformers omits, and SGLang reads."""
 WITHOUT_KERNELS = {"SGLANG_DSV4_MHC_PREWARM": "0", "SGLANG_OPT_FP8_WO_A_GEMM": "0"}
-"""SGLang's DeepSeek-V4 compiles kernels when it has loaded, and wants an output projection in FP8, unless told."""
+"""SGLang's DeepSeek-V4 compiles kernels after loading, and needs an FP8 output projection, unless these are set."""
 ATTENTION_BACKENDS = {"gpt_oss": "intel_amx"}
 """By ``model_type``: where SGLang refuses ``torch_native``, which has no sinks.  Nothing is attended to here."""
 
 
 class LoadedRank:
-    """One rank of a model whose weights are random.
+    """One rank of a model with random weights.
 
     Args:
-        folder: HF checkpoint folder; only its config.json is read, ``quantization_config`` included.
-        store: path that the ranks meet at.
-        dtype: of the parameters.
-        quantization: takes the place of the config's ``quantization_config``.
-        device: "cpu", or "cuda" for a rank on a GPU, where there is one.
+        folder: HF checkpoint folder; only its config.json is read, including ``quantization_config``.
+        store: path at which the ranks meet.
+        dtype: dtype of the parameters.
+        quantization: replaces the config's ``quantization_config``.
+        device: "cpu", or "cuda" for a rank on a GPU, if there is one.
     """
 
     draft: torch.nn.Module | None = None
@@ -119,9 +119,9 @@ class LoadedRank:
         quantization: dict[str, Any] | None,
         has_weights: bool = False,
     ) -> None:
-        """Put a fresh model in the place of the old one, with the folder's weights or random ones."""
+        """Replace the model by a new one, with the folder's weights or random ones."""
         self.model = self.draft = None  # type: ignore[assignment]
-        gc.collect()  # models are parts of cycles
+        gc.collect()  # models are in reference cycles
         self.weight_version = "default"
         with _config_folder(folder, quantization) as configured:
             server_args, model_config = _describe(configured, self.tp_size, dtype, self._device)
@@ -130,18 +130,18 @@ class LoadedRank:
         self.loaders = tuple(server_args.custom_weight_loader)
 
     def add_draft(self, folder: str, dtype: str) -> None:
-        """Add the draft of EAGLE, which shares embedding and output layer with the model, as SGLang's worker does."""
+        """Add the EAGLE draft, which shares embedding and output layer with the model, as SGLang's worker does."""
         with _config_folder(folder, None) as configured:
             _, model_config = _describe(configured, self.tp_size, dtype, self._device, is_draft=True)
         self.draft = _build(model_config, self._device, is_draft=True)
         share = getattr(self.draft, "set_embed_and_head", None)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "synchronize", lambda: None)  # of no use on a CPU
+            patch.setattr(torch.cuda, "synchronize", lambda: None)  # useless on a CPU
             if share is not None:
                 share(*self.model.get_embed_and_head())
 
     def answer(self, method: str, path: str, payload: Any) -> Any:
-        """What the server would answer; every rank must be asked the same."""
+        """The server's answer; every rank must get the same request."""
         if path == "/update_weights_from_tensor":
             self._update(payload)
         elif path == "/get_weights_by_name":
@@ -155,7 +155,7 @@ class LoadedRank:
         return None
 
     def _update(self, payload: dict[str, Any]) -> None:
-        """As ``ModelRunner.update_weights_from_tensor``."""
+        """Like ``ModelRunner.update_weights_from_tensor``."""
         from sglang.srt.utils import MultiprocessingSerializer, dynamic_import
 
         named_tensors = MultiprocessingSerializer.deserialize(payload["serialized_named_tensors"][self.tp_rank])
@@ -177,7 +177,7 @@ class LoadedRank:
             self.weight_version = payload["weight_version"]
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """The parameters of this rank under the engine's own names, as they are now."""
+        """The current parameters of this rank under the engine's own names."""
         return {name: parameter.data for name, parameter in self.model.named_parameters()}
 
 
@@ -192,7 +192,7 @@ def _apply_hooks() -> None:
 
 
 def _leave_out_other_models() -> None:
-    """Importing all models that SGLang has would take most of a test's time."""
+    """Importing all of SGLang's models would take most of a test's time."""
     spec = importlib.util.find_spec("sglang")
     assert spec is not None and spec.submodule_search_locations
     files = (Path(spec.submodule_search_locations[0]) / "srt" / "models").glob("*.py")
@@ -202,9 +202,9 @@ def _leave_out_other_models() -> None:
 
 @contextmanager
 def _config_folder(folder: str | Path, quantization: dict[str, Any] | None) -> Iterator[str]:
-    """A folder with the config.json of ``folder`` as published ones have it, with the quantization asked for.
+    """A folder with the config.json of ``folder`` in its published form, with the requested quantization.
 
-    SGLang looks for the dtype of DeepSeek-V4's experts in the headers of the files beside it.
+    SGLang reads the dtype of DeepSeek-V4's experts from the headers of the files beside it.
     """
     config = json.loads((Path(folder) / "config.json").read_text())
     config = UNWRITTEN.get(config["model_type"], {}) | config
@@ -238,13 +238,13 @@ def _describe(folder: str | Path, tp_size: int, dtype: str, device: str, *, is_d
     model_config = ModelConfig.from_server_args(server_args, is_draft_model=is_draft)
     for key in ("linear_num_key_heads", "linear_num_value_heads"):
         if hasattr(model_config.hf_text_config, key):
-            # On a CPU, SGLang's server notes here how many there are with padding.
+            # On a CPU, SGLang's server stores the number with padding here.
             setattr(model_config.hf_text_config, f"{key}_cpu", getattr(model_config.hf_text_config, key))
     return server_args, model_config
 
 
 def _enter_world(server_args: Any, model_config: Any, tp_rank: int, tp_size: int, store: str) -> None:
-    """SGLang's parallel state; once a process, for all models of the same size."""
+    """SGLang's parallel state; once per process, for all models of the same size."""
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
     from sglang.srt.distributed.parallel_state import model_parallel_is_initialized
     from sglang.srt.layers.dp_attention import initialize_dp_attention
@@ -262,10 +262,10 @@ def _enter_world(server_args: Any, model_config: Any, tp_rank: int, tp_size: int
 
 
 def _build(model_config: Any, device: str, *, is_draft: bool = False, weights: Path | None = None) -> torch.nn.Module:
-    """As ``DummyModelLoader``, which fills the model with random numbers, or as ``DefaultModelLoader``.
+    """Like ``DummyModelLoader``, which fills the model with random numbers, or ``DefaultModelLoader``.
 
-    On a CPU without AMX, SGLang refuses to *run* FP8 by blocks and says so when it prepares weights for its kernels;
-    that step is left out.  On a GPU without UE8M0 scales it changes nothing that a loader sees.  FP8 by tensors is
+    On a CPU without AMX, SGLang refuses to *run* block FP8 when it prepares weights for its kernels;
+    that step is skipped.  On a GPU without UE8M0 scales it changes nothing that a loader sees.  Tensor FP8 is
     prepared as for an H100.
     """
     from sglang.srt.configs.load_config import LoadConfig
@@ -283,7 +283,7 @@ def _build(model_config: Any, device: str, *, is_draft: bool = False, weights: P
         with torch.device(device):
             model = _initialize_model(model_config, load_config, _get_quantization_config(model_config, load_config))
         initialize_dummy_weights(model)
-        if not is_draft:  # it fails for drafts that inherit the target's; they are given their weights right away
+        if not is_draft:  # it fails for drafts that inherit the target's; they get their weights right away
             _post_load_weights(model)
         if weights is not None:
             model.load_weights(

@@ -1,6 +1,6 @@
 """The placement of large jobs on four logical nodes of eight GPUs, printed: ``python -m tests.nodes``.
 
-Minutes, and some gigabytes: every GPU has a process while it is asked where it is.
+Takes minutes and some gigabytes: every GPU has a process that reports where it is.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def expected_engines(flags: str, addresses: list[str]) -> list[tuple[str, int, i
 
 
 def main() -> int:
-    """Run every case; the exit code is the number of those that went wrong."""
+    """Run every case; return the number of failures as the exit code."""
     failures = 0
     start = time.monotonic()
     with logical_nodes(NODES, GPUS) as cluster, tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
-"""Several Ray nodes on this machine: each has an address of its own and GPUs that are only numbers.
+"""Several Ray nodes on this machine: each has its own address and logical GPUs.
 
-The head has the machine's address, which Ray insists on; the others are at 127.0.0.2 and up.
+The head has the machine's address, which Ray requires; the others are at 127.0.0.2 and up.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from slime.utils.net import get_current_node_ip
 
 OBJECT_STORE_BYTES = 80_000_000
 ENVIRONMENT = {
-    # A process keeps the mode of its first cluster, and Ray's own default of a private one is "token".
+    # A process keeps the mode of its first cluster, and Ray's own default for a private one is "token".
     "RAY_AUTH_MODE": "token",
-    # A node that is gone is noticed after this many seconds.
-    # Ray's first server may take longer than 20 s to come up on a busy machine.
+    # A dead node is noticed after this many seconds.
+    # Ray's first server may need more than 20 s to start on a busy machine.
     "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
@@ -44,7 +44,7 @@ AGENT_PORTS = (
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, none twice."""
+    """Distinct unused ports."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -58,7 +58,7 @@ _start_raylet = Node.start_raylet
 def start_raylet_with_known_ports(node: Any, *arguments: Any, **keywords: Any) -> Any:
     """Tell the raylet the ports of its agents before it starts.
 
-    It waits 15 s, a number in its code, until they have written them into these files, and ends when they have not:
+    It waits 15 s, a constant in its code, until they have written them into these files, and ends otherwise:
     on busy cores they take longer.
     """
     for name in AGENT_PORTS:
@@ -78,16 +78,16 @@ class LogicalNodes:
 
     @property
     def address(self) -> str:
-        """Of the cluster, for RAY_ADDRESS."""
+        """Address of the cluster, for RAY_ADDRESS."""
         return self._cluster.address
 
     @property
     def addresses(self) -> list[str]:
-        """Of all nodes, in the order in which slime counts GPUs."""
+        """Addresses of all nodes, in the order in which slime counts GPUs."""
         return sorted(self.nodes, key=lambda address: [int(part) for part in address.split(".")])
 
     def add(self) -> str:
-        """One more node, at the first free address; gives that."""
+        """Add a node at the first free address; return that."""
         free = (f"127.0.0.{number}" for number in count(2) if f"127.0.0.{number}" not in self.nodes)
         address, num_gpus = (next(free), self._num_gpus) if self.nodes else (get_current_node_ip(), self._head_gpus)
         with patch.object(Node, "start_raylet", start_raylet_with_known_ports):
@@ -98,7 +98,7 @@ class LogicalNodes:
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 **dict(zip(AGENT_PORTS, free_ports(len(AGENT_PORTS)), strict=True)),
-                # What asks for the address of its node gets that of the logical one.
+                # Code that asks for its node's address gets the logical one.
                 env_vars={"SLIME_HOST_IP": address},
             )
         return address
@@ -112,17 +112,17 @@ class LogicalNodes:
 def logical_nodes(
     num_nodes: int, num_gpus: int, job_variables: Mapping[str, str] | None = None, head_gpus: int | None = None
 ) -> Iterator[LogicalNodes]:
-    """``num_nodes`` nodes of ``num_gpus`` GPUs each, with this process connected; all of it ends with the block.
+    """``num_nodes`` nodes of ``num_gpus`` GPUs each, with this process connected; everything ends with the block.
 
     Args:
-        num_nodes: how many.
-        num_gpus: of each.
-        job_variables: what ``ray job submit --runtime-env-json`` would give the job, its driver included.
-        head_gpus: of the first one, where it has others.
+        num_nodes: number of nodes.
+        num_gpus: GPUs of each.
+        job_variables: the job's variables from ``ray job submit --runtime-env-json``, including its driver's.
+        head_gpus: GPUs of the first node, if different.
     """
     variables = dict(job_variables or {})
     with patch.dict(os.environ, ENVIRONMENT | variables):
-        Config.initialize("")  # Ray has read the mode when it was imported
+        Config.initialize("")  # Ray read the mode when it was imported
         ensure_token_if_auth_enabled()
         nodes = LogicalNodes(Cluster(), num_gpus, head_gpus)
         try:

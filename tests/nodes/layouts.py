@@ -1,4 +1,4 @@
-"""What a job does first on a cluster: reserve the GPUs, place trainer and engines, tell the engines of each other."""
+"""A job's first actions on a cluster: reserve GPUs, place trainer and engines, tell the engines of each other."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Layout:
         return wait_for(refs, what="the engines' arguments", timeout_s=120)
 
     def take_down(self) -> None:
-        """Give everything back to the cluster."""
+        """Release everything to the cluster."""
         forget_all()
         for group in self.groups:
             for actor in group.all_engines:

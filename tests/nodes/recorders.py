@@ -1,4 +1,4 @@
-"""A trainer rank and an engine that go as far as a machine without GPUs can, and tell how far that was."""
+"""A trainer rank and an engine that go as far as a machine without GPUs can, and report how far that was."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime.backends.train_worker import TrainWorker
 from slime.ray.engines.actor import EngineActor
 from slime.ray.waiting import WATCH_GROUP
 
-# Ray's workers get these classes as code: the tests are not installed.
+# Ray's workers get these classes as code, because the tests are not installed.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -41,7 +41,7 @@ class RecordingTrainer(type("_AllVerbs", (TrainWorker,), _VERBS)):  # type: igno
         transport: Any = None,
         guides: tuple[type, ...] = (),
     ) -> int:
-        """The group of all ranks is made, and each rank tells the others where it is."""
+        """Create the group of all ranks, and tell the others where this rank is."""
         self.args, self.role = args, role
         self.join_process_group("nccl", timedelta(minutes=args.distributed_timeout_minutes))
         mine = (self.rank, ray.util.get_node_ip_address(), self.local_rank)
@@ -58,15 +58,15 @@ class RecordingTrainer(type("_AllVerbs", (TrainWorker,), _VERBS)):  # type: igno
         return {name: os.environ.get(name) for name in names}
 
     def wait_for_ever(self) -> None:
-        """What a collective with a dead rank would be."""
+        """Like a collective with a dead rank."""
         time.sleep(3600)
 
 
 class _RecordingEngine(EngineActor):
-    """Builds the whole command of the server, and does not start it."""
+    """Builds the server's whole command without starting it."""
 
     def start_server(self, **addresses: Any) -> None:
-        """The arguments are kept; no process is started."""
+        """Keep the arguments; start no process."""
         self.noted: dict[str, Any] = {}
 
         def note(server_args: dict[str, Any], **_: Any) -> None:
@@ -79,7 +79,7 @@ class _RecordingEngine(EngineActor):
         """There is nothing to wait for."""
 
     def describe(self) -> dict[str, Any]:
-        """Where this is, and the server's arguments."""
+        """Where this actor is, and the server's arguments."""
         return {"node": ray.util.get_node_ip_address(), "gpu": self.base_gpu_id, **self.noted}
 
     def variables(self, names: Sequence[str]) -> dict[str, str | None]:

@@ -1,4 +1,5 @@
-"""What the pytest files of this folder share: which plug-in stands for a hook, and running one file as a script."""
+"""Code shared by the pytest files of this folder: which plug-in is tested for a hook, and running a file as a
+script."""
 
 from __future__ import annotations
 
@@ -40,12 +41,12 @@ EXAMPLES = {
     "--custom-megatron-before-log-prob-hook-path": "training.before_log_prob",
     "--custom-megatron-before-train-step-hook-path": "training.before_train_step",
 }
-"""Examined where the environment names no other: a module and a name of the example package."""
+"""Plug-ins tested by default: a module and a name of the example package."""
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Scratch space that the tests of a file share, for the model."""
+    """Scratch space for the model, shared by the tests of a file."""
     return tmp_path_factory.mktemp("bench")
 
 
@@ -57,7 +58,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def check_contract(flag: str, folder: Path) -> None:
-    """The plug-in that ``SLIME_CONTRACT_<FLAG>`` names, else the example, keeps the contract."""
+    """The plug-in named by ``SLIME_CONTRACT_<FLAG>``, else the example, keeps the contract."""
     hook = next(hook for hook in HOOKS if hook.flag == flag)
     path = os.environ.get(ENVIRONMENT + hook.dest.upper())
     flags = os.environ.get(ENVIRONMENT + "FLAGS", "").split()

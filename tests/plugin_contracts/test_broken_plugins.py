@@ -1,4 +1,4 @@
-"""The examination finds what is wrong with a plug-in, and says it."""
+"""``slime check`` finds what is wrong with a plug-in, and says so."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_every_hook_has_a_contract_and_is_found_by_its_short_name():
 
 @pytest.fixture
 def root_level() -> Iterator[None]:
-    """The command silences the log of its process, which here is that of all tests."""
+    """The command silences its process's log, which here is that of all tests."""
     level = logging.getLogger().level
     yield
     logging.getLogger().setLevel(level)

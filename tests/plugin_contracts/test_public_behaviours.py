@@ -1,4 +1,4 @@
-"""What plug-ins written for slime rely on beyond names: pieces of such plug-ins, run as they stand."""
+"""Behavior that plug-ins written for slime rely on beyond names: pieces of such plug-ins, run unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollout side of the product in this process: real flags, real manager, no Ray cluster, a scripted engine."""
+"""slime's rollout side in this process: real flags, real manager, no Ray cluster, a scripted engine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Product:
         self.manager = RolloutManager(self.args, GpuSlice(None, [], []), EngineFleet(self.args), parts(self.args))
 
     def rollout(self, rollout_id: int = 0) -> list[Any]:
-        """The groups of one rollout, as they come out of the rollout function."""
+        """The groups of one rollout, as the rollout function returns them."""
         self.manager.work.rollout_id = rollout_id
         set_current_rollout_id(rollout_id)
         self.manager.engines.begin_rollout()
@@ -71,14 +71,14 @@ class Product:
         return groups
 
     def train_data(self, samples: list[Any]) -> dict[str, Any]:
-        """What the one rank of a trainer gets."""
+        """The input of a trainer's only rank."""
         data = train_data_from_samples(self.args, samples)
         layout = {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
         per_rank = split_for_ranks(self.args, data, layout)
         return per_rank[0].to_dict()
 
     def close(self) -> None:
-        """Stop the engine and forget the process-wide state."""
+        """Stop the engine and clear the process-wide state."""
         for observer in self.manager.work.run.observers:
             observer.close()
         run(close_http_client())

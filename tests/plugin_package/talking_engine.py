@@ -1,4 +1,4 @@
-"""A scripted engine that asks for the calculator twice and then answers, whatever the prompt."""
+"""A scripted engine that requests the calculator twice and then answers, whatever the prompt."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.scripted_engine.server import ScriptedEngine
 
 
 def num_tool_results(request: Request) -> int:
-    """Runs of other tokens that follow response tokens: the observations that the plug-in put in."""
+    """Number of runs of other tokens after response tokens: the observations inserted by the plug-in."""
     tokens = request.prompt
     return sum(before >= FIRST_RESPONSE_TOKEN > after for before, after in zip(tokens, tokens[1:], strict=False))
 
 
 class TalkingEngine(ScriptedEngine):
-    """The first answers to a prompt are ``<calc>2+3</calc>``, the last is ``\\boxed{...}`` with what it was told.
+    """The first answers to a prompt are ``<calc>2+3</calc>``, the last is ``\\boxed{...}`` with the tool's result.
 
     Every other response is wrong, so that rewards differ within a group.
     """
@@ -36,5 +36,5 @@ class TalkingEngine(ScriptedEngine):
 
 
 def talking_script(**fields: Any) -> Script:
-    """Three to six tokens a turn."""
+    """Three to six tokens per turn."""
     return Script(**{"length": (3, 6), **fields})

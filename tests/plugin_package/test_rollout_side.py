@@ -1,4 +1,4 @@
-"""A plug-in package that knows only the public surface runs through the rollout side unmodified."""
+"""A plug-in package that uses only the public surface runs through the rollout side unmodified."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plugin(name: str) -> Any:
 
 
 def check_sample(sample: Sample) -> None:
-    """What every sample that trains must hold."""
+    """Invariants of every sample that trains."""
     assert sample.response_length == len(sample.loss_mask) == len(sample.rollout_log_probs)
     response = sample.tokens[-sample.response_length :]
     trained = [token >= FIRST_RESPONSE_TOKEN for token in response]
@@ -124,7 +124,7 @@ def test_filters_of_groups_buffer_and_samples(start):
     assert not any(sample.remove_sample for sample in leaf_samples(groups))
     product.args.calc_max_turns = 2
     product.rollout(1)
-    assert not any(sample.remove_sample for sample in product.samples)  # one call a sample, two allowed
+    assert not any(sample.remove_sample for sample in product.samples)  # one call per sample, two allowed
 
 
 def test_sample_hooks_run_in_order_between_generation_and_reward(start):

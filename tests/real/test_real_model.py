@@ -1,7 +1,7 @@
-"""The checks of random weights on a pretrained model, SmolLM2-135M-Instruct: ``make real-checks``.
+"""The checks with random weights, repeated on a pretrained model, SmolLM2-135M-Instruct: ``make real-checks``.
 
-The trainer's log-probs are compared for every model of ``MODELS`` whose folder is there.  Text and perplexity are over
-a README that an installed package carries.  Each test prints what it measured.
+The trainer's log-probs are compared for every model of ``MODELS`` whose folder exists.  Text and perplexity are over
+a README of an installed package.  Each test prints its measurements.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ pytestmark = [
     pytest.mark.skipif(not FOLDER.exists(), reason="UNTIL=task scripts/demo_real.sh makes the folder"),
 ]
 LOG_PROB_BOUND = 2e-4
-"""In fp32, over 30 layers; 1e-5 is met by the small random models."""
+"""In fp32, over 30 layers; the small random models meet 1e-5."""
 TEXT_OF = "accelerate"
 WINDOW, WINDOWS = 256, 4
 
@@ -132,7 +132,7 @@ def test_a_merged_push_of_adapters_is_the_model_with_adapters(run: RealRun, tmp_
         model = trainer.load_model(args)
         plain = run.trainer_log_probs(args, model)
         trainer.draw_adapters(model)
-        with torch.no_grad():  # drawn for small models; here they would drown the weights
+        with torch.no_grad():  # drawn for small models; here they would dominate the weights
             for chunk in model:
                 for name, parameter in chunk.named_parameters():
                     if ".lora.b" in name:
@@ -147,7 +147,7 @@ def test_a_merged_push_of_adapters_is_the_model_with_adapters(run: RealRun, tmp_
 
 @torch.no_grad()
 def perplexity(folder: Path, ids: list[int]) -> float:
-    """Of the text, in windows that do not overlap."""
+    """Perplexity of the text, in windows that do not overlap."""
     model = load_with_transformers(folder).eval()
     windows = torch.tensor(ids[: WINDOW * WINDOWS]).view(WINDOWS, WINDOW)
     log_probs = model(windows).logits[:, :-1].log_softmax(-1)
@@ -173,7 +173,7 @@ def test_what_fp8_and_int4_cost_in_perplexity(
         assert read_tensors(back).keys() == read_tensors(FOLDER).keys()
     print("\nperplexity:", json.dumps({name: round(value, 3) for name, value in found.items()}))
     base = found["as it is"]
-    assert 2 < base < 60  # a trained model: a random one has the size of the vocabulary
+    assert 2 < base < 60  # a trained model; a random one has the size of the vocabulary
     assert found["fp8, blocks of 128 x 128"] < 1.1 * base
     assert base < found["int4, groups of 32"] < 2 * base
 

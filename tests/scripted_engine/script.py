@@ -1,8 +1,8 @@
-"""What a scripted engine answers: tokens, log-probs and faults, all functions of the request alone.
+"""Answers of a scripted engine: tokens, log-probs and faults, all functions of the request alone.
 
-The response to a prompt is fixed by (prompt tokens, sampling seed).  Response tokens are ``FIRST_RESPONSE_TOKEN`` and
-above, prompt and tool tokens below, so a request that ends in response tokens is the continuation of that response:
-however often it is interrupted, the same sequence comes out.
+The response to a prompt is determined by (prompt tokens, sampling seed).  Response tokens are ``FIRST_RESPONSE_TOKEN``
+and above, prompt and tool tokens below, so a request that ends in response tokens continues that response:
+however often it is interrupted, the same sequence results.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from hashlib import blake2b
 from typing import Any
 
 FIRST_RESPONSE_TOKEN = 200_000
-"""Above the prompt tokens of every test, so that none of them is mistaken for a response token."""
+"""Above the prompt tokens of every test, so that none is mistaken for a response token."""
 VOCABULARY = 50_000
-"""Different response tokens."""
+"""Number of different response tokens."""
 
 
 @dataclass
 class Fault:
-    """Something that goes wrong with requests to ``/generate``.
+    """A fault of requests to ``/generate``.
 
     ``kind`` is one of: ``die`` (the whole engine drops its connections and stops listening), ``hang`` (no answer until
-    the engine stops), ``garbage`` (status 200 and no JSON), ``half`` (the answer is cut in the middle), ``slow`` (the
+    the engine stops), ``garbage`` (status 200 without JSON), ``half`` (the answer is cut in the middle), ``slow`` (the
     answer comes ``seconds`` later), ``status`` (the answer is ``status``), ``empty`` (an object without meta_info).
     """
 
     kind: str
     requests: Sequence[int] | None = None
-    """Numbers of the requests, from 0 over the engine's life; None: every one that ``when`` lets through."""
+    """Numbers of the requests, from 0 over the engine's life; None: every request that ``when`` accepts."""
     when: Callable[[Request], bool] | None = None
     times: int = 1
     """How often it strikes."""
@@ -45,12 +45,12 @@ class Request:
     """One call of ``/generate``, read."""
 
     number: int
-    """Requests that arrived at this engine before."""
+    """Number of earlier requests to this engine."""
     payload: dict[str, Any]
     prompt: tuple[int, ...]
-    """Tokens up to the response that is to go on."""
+    """Tokens before the response that is to be continued."""
     earlier: int
-    """Response tokens that the request already holds at its end."""
+    """Response tokens at the end of the request."""
     seed: int
     limit: int
     """``max_new_tokens``."""
@@ -59,41 +59,41 @@ class Request:
 
     @property
     def text(self) -> str:
-        """The prompt as text, where its tokens are code points."""
+        """The prompt as text, if its tokens are code points."""
         return "".join(chr(token) for token in self.prompt if token < FIRST_RESPONSE_TOKEN)
 
 
 @functools.lru_cache(maxsize=4096)
 def draw(prompt: tuple[int, ...], seed: int) -> int:
-    """64 bits that depend on nothing but the prompt and the seed."""
+    """64 bits that depend only on the prompt and the seed."""
     raw = struct.pack(f"<{len(prompt) + 1}q", seed, *prompt)
     return int.from_bytes(blake2b(raw, digest_size=8).digest(), "little")
 
 
 @dataclass
 class Script:
-    """The engine's behaviour.  Subclass it, or pass functions, where the fields are not enough."""
+    """The engine's behavior.  Subclass it, or pass functions, if the fields are not enough."""
 
     length: int | tuple[int, int] | Callable[[Request], int] = (2, 12)
-    """Response tokens until the end token: one number, a range (both ends included), or a function."""
+    """Response tokens before the end token: one number, a range (both ends included), or a function."""
     hold_after: int | None | Callable[[Request], int | None] = None
-    """Draw so many tokens, then wait to be aborted; None: do not wait."""
+    """Generate this many tokens, then wait for an abort; None: do not wait."""
     holds: int = 10**9
-    """Requests that wait; later ones go through."""
+    """Number of requests that wait; later ones go through."""
     seconds_per_token: float = 0.0
-    """Drawing takes so long.  An abort then ends it after as many tokens as the time allowed."""
+    """Seconds per token.  An abort ends the response after as many tokens as the time allowed."""
     max_context: int | None = None
     """Longer requests are refused with status 400, as SGLang does."""
     chunk_tokens: int = 4
     """Tokens in each piece of a stream."""
     gather: int = 0
-    """Answer nothing before so many requests wait at once (for the first wave only)."""
+    """Answer nothing before this many requests wait at once (only the first time)."""
     faults: list[Fault] = field(default_factory=list)
     log_prob: Callable[[int, int], float] | None = None
     """(token, position) -> log-prob in nats; None: a fixed hash of both."""
 
     def length_of(self, request: Request) -> int:
-        """Tokens of the whole response, those of earlier calls included."""
+        """Tokens of the whole response, including those of earlier calls."""
         if callable(self.length):
             return self.length(request)
         if isinstance(self.length, int):
@@ -120,7 +120,7 @@ class Script:
         return [value(token, start + k) for k, token in enumerate(tokens)]
 
     def fault_of(self, request: Request) -> Fault | None:
-        """The first fault that strikes this request; it is used up by that."""
+        """The first fault that applies to this request, which uses it up."""
         for fault in self.faults:
             fits = fault.requests is None or request.number in fault.requests
             if fault.times > 0 and fits and (fault.when is None or fault.when(request)):
@@ -140,7 +140,7 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def split_prompt(input_ids: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """``(tokens before the response that goes on, tokens of it that are there already)``."""
+    """``(tokens before the response to continue, its existing tokens)``."""
     earlier = 0
     for token in reversed(input_ids):
         if token < FIRST_RESPONSE_TOKEN:

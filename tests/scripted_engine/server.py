@@ -1,12 +1,12 @@
 """An engine without a model: SGLang's wire format over real HTTP, answers and faults from a ``Script``.
 
-It serves in a thread of its own, so tests may be plain or async::
+It serves in its own thread, so tests may be plain or async::
 
     engine = ScriptedEngine(Script(length=8))
     url = engine.start()          # POST {url}/generate ...
     engine.stop()
 
-The engine also answers ``GET /workers`` with itself, so that one server can stand for router and engine.
+The engine also answers ``GET /workers`` with itself, so that one server can act as router and engine.
 ``python -m tests.scripted_engine`` runs one in its own process.
 """
 
@@ -43,11 +43,11 @@ class ThreadedServer:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL at which it listens."""
         return f"http://{self.host}:{self.port}"
 
     def start(self) -> str:
-        """Listen; the URL.  After ``stop`` or ``die`` it listens at the same port again."""
+        """Listen; return the URL.  After ``stop`` or ``die`` it listens at the same port again."""
         self._ready.clear()
         self._thread = threading.Thread(target=self._serve, name="scripted-server", daemon=True)
         self._thread.start()
@@ -56,7 +56,7 @@ class ThreadedServer:
         return self.url
 
     def stop(self) -> None:
-        """Drop every connection and end the thread.  Does nothing when it is not up."""
+        """Drop every connection and end the thread.  Does nothing if it is not running."""
         if self.loop is not None and self._finished is not None and not self.loop.is_closed():
             try:
                 self.loop.call_soon_threadsafe(self.die)
@@ -72,7 +72,7 @@ class ThreadedServer:
             self._finished.set()
 
     def routes(self) -> list[web.RouteDef]:
-        """What is served."""
+        """The routes."""
         raise NotImplementedError
 
     def _serve(self) -> None:
@@ -95,7 +95,7 @@ class ThreadedServer:
             self._ready.set()
         await self._finished.wait()
         self.is_up = False
-        for handler in list(self._runner.server.connections):  # a killed process sends no farewell
+        for handler in list(self._runner.server.connections):  # a killed process closes nothing cleanly
             if handler.transport is not None:
                 handler.transport.abort()
         await self._runner.cleanup()
@@ -210,7 +210,7 @@ class ScriptedEngine(ThreadedServer):
 
         return handle
 
-    # What the control paths do.
+    # Effects of the control paths.
 
     def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
         for rid, request in self._running.items():
@@ -235,7 +235,7 @@ class ScriptedEngine(ThreadedServer):
         return {"success": True, "message": "scripted"}
 
     def _rewrite(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Not SGLang's: change plain fields of the script of an engine in another process."""
+        """Not part of SGLang: changes plain fields of the script of an engine in another process."""
         for name, value in body.items():
             setattr(self.script, name, value)
         self._gathered = False
@@ -295,7 +295,7 @@ class ScriptedEngine(ThreadedServer):
         return await self._send_in_pieces(web_request, body)
 
     async def _send_in_pieces(self, web_request: web.Request, body: bytes) -> web.StreamResponse:
-        """Send a long body as fast as the client reads it, so that thousands of them do not lie in our buffers."""
+        """Send a long body as fast as the client reads it, so that thousands of them do not fill our buffers."""
         response = web.StreamResponse()
         response.content_type = "application/json"
         response.content_length = len(body)
@@ -307,7 +307,7 @@ class ScriptedEngine(ThreadedServer):
         return response
 
     def _body(self, request: Request, count: int, kind: str, began: float) -> bytes:
-        """The answer; with ``cached_bodies`` an earlier one to the same request, its id and times included."""
+        """The answer; with ``cached_bodies`` an earlier one to the same request, including its id and times."""
         if not self._cached_bodies:
             return self.render(request, count, kind, began)
         key = (request.prompt, request.earlier, request.seed, request.limit, count, kind)
@@ -319,7 +319,7 @@ class ScriptedEngine(ThreadedServer):
         return body
 
     async def _gather(self) -> None:
-        """Hold the first ``script.gather`` requests until all of them are here."""
+        """Hold the first ``script.gather`` requests until all have arrived."""
         if not self._gathered and self.script.gather:
             if len(self._running) >= self.script.gather:
                 self._gathered = True
@@ -327,7 +327,7 @@ class ScriptedEngine(ThreadedServer):
             await self._all_here.wait()
 
     async def _draw(self, request: Request) -> tuple[int, str]:
-        """Tokens drawn in this call, and why it ended."""
+        """Tokens generated in this call, and why it ended."""
         script = self.script
         wanted = max(script.length_of(request) - request.earlier, 0)
         count, kind = (request.limit, "length") if wanted > request.limit else (wanted, "stop")
@@ -359,7 +359,7 @@ class ScriptedEngine(ThreadedServer):
         return web.Response(status=fault.status, text="out of order")
 
     async def _send_half(self, web_request: web.Request, body: bytes, content_type: str) -> web.StreamResponse:
-        """Promise the whole body, send one half of it, cut the connection."""
+        """Promise the whole body, send half of it, cut the connection."""
         response = web.StreamResponse()
         response.content_type = content_type
         response.content_length = len(body)
@@ -396,7 +396,7 @@ class ScriptedEngine(ThreadedServer):
         return response
 
     def render(self, request: Request, count: int, kind: str | None, began: float) -> bytes:
-        """The JSON of an answer with ``count`` new tokens; ``kind`` None while it goes on."""
+        """The JSON of an answer with ``count`` new tokens; ``kind`` None while it continues."""
         tokens = self.script.tokens_of(request, request.earlier, request.earlier + count)
         log_probs = self.script.log_probs_of(tokens, request.earlier)
         num_prompt = len(request.prompt) + request.earlier
@@ -429,7 +429,7 @@ class ScriptedEngine(ThreadedServer):
 
 
 def read_request(payload: dict[str, Any], number: int) -> Request:
-    """What ``/generate`` was asked."""
+    """The parsed body of a ``/generate`` request."""
     input_ids = payload.get("input_ids")
     if input_ids is None:
         input_ids = [ord(character) for character in payload.get("text") or ""]

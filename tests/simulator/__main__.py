@@ -1,9 +1,9 @@
 """Run schedules of faults against the whole control plane, in virtual time.
 
 python -m tests.simulator --schedules 1000 --seed 0        seeds 0 to 999, on two cores
-python -m tests.simulator --story 17                       one seed, told as a story and shrunk when it fails
-python -m tests.simulator --bugs                           bugs of the past, put back one at a time
-python -m tests.simulator --suite                          what `make test` looks at, as JSON
+python -m tests.simulator --story 17                       one seed as a story, shrunk if it fails
+python -m tests.simulator --bugs                           past bugs, put back one at a time
+python -m tests.simulator --suite                          what `make test` checks, as JSON
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from typing import Any
 from tests.simulator.faults import NUM_SETUPS
 
 CHUNK = 10
-"""Schedules that a worker takes at once; all of one job, where there are as many."""
+"""Schedules that a worker takes at once; all of one job, if there are enough."""
 REAL_TIME_S = 300
-"""A schedule that takes longer does not come to its end at all."""
+"""Seconds after which a schedule counts as endless."""
 STORY_LINES = 40
-"""Of a failure that are printed."""
+"""Number of printed lines of a failure."""
 SUITE_SEEDS = range(1_000_000, 1_000_050)
 
 _FOR_LIFE = ExitStack()
 
 
 class RealTimeError(BaseException):
-    """A schedule takes too long outside of virtual time; no ``except Exception`` of the control plane may catch it."""
+    """A schedule runs too long in real time; no ``except Exception`` of the control plane may catch it."""
 
 
 def main() -> int:
-    """Return the exit status: 1 when a schedule failed, or a bug was not found."""
+    """Return the exit code: 1 if a schedule failed, or a bug was not found."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.simulator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -90,7 +90,7 @@ def suite() -> dict[str, Any]:
 
 
 def tell(seed: int) -> int:
-    """Print the story of a seed; of one that fails, the shortest."""
+    """Print the story of a seed; if it fails, the shortest one."""
     from tests.simulator.runner import installed, run_schedule, schedule_of, shrink
 
     with installed():
@@ -109,7 +109,7 @@ def tell(seed: int) -> int:
 
 
 def begin_worker() -> None:
-    """Put the simulator at every seam of this process, for as long as it lives."""
+    """Install the simulator at every seam of this process, permanently."""
     from tests.simulator.runner import installed
 
     def on_alarm(signum: int, frame: FrameType | None) -> None:
@@ -124,7 +124,7 @@ def run_chunk(seeds: list[int]) -> list[dict[str, Any]]:
 
 
 def run_one(seed: int) -> dict[str, Any]:
-    """Run one seed; an error of the simulator is a failure too."""
+    """Run one seed; an error of the simulator also counts as a failure."""
     from tests.simulator.runner import run_seed
 
     signal.alarm(REAL_TIME_S)
@@ -148,7 +148,7 @@ def run_one(seed: int) -> dict[str, Any]:
 
 
 def in_order(first: int, count: int) -> list[list[int]]:
-    """Return seeds in chunks of one job where there are as many: its undisturbed run is made once for several."""
+    """Return seeds in chunks of one job, if there are enough, so that its undisturbed run is shared."""
     block = CHUNK * NUM_SETUPS
     jobs: dict[tuple[int, int], list[int]] = {}
     for seed in range(first, first + count):
@@ -162,7 +162,7 @@ def in_order(first: int, count: int) -> list[list[int]]:
 
 
 def run_many(options: argparse.Namespace) -> int:
-    """Run many seeds on several cores, and print those that fail."""
+    """Run many seeds on several cores, and print failures."""
     began_s, totals, failed = time.monotonic(), {"schedules": 0, "lives": 0, "faults": 0}, []
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(options.workers, mp_context=context, initializer=begin_worker) as pool:
@@ -180,7 +180,7 @@ def run_many(options: argparse.Namespace) -> int:
 
 
 def find_bugs(options: argparse.Namespace) -> int:
-    """Look for every bug on several cores; return 1 when one was not found."""
+    """Look for every bug on several cores; return 1 if one was not found."""
     from tests.simulator.bugs import BUGS, LIMIT, find
 
     seeds = range(options.seed, options.seed + min(options.schedules, LIMIT))
@@ -193,8 +193,8 @@ def find_bugs(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of texts have one order then: a seed is one story
+    if os.environ.get("PYTHONHASHSEED") != "0":  # fixes the order of sets of strings, so that a seed is one story
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "tests.simulator", *sys.argv[1:]])
-    gc.disable()  # modules are no garbage; schedules collect theirs
+    gc.disable()  # modules are not garbage; schedules collect theirs
     sys.exit(main())

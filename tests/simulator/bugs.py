@@ -1,4 +1,4 @@
-"""Bugs that this repository has had, to be put back one at a time: the schedules must find each."""
+"""Bugs that this repository has had, put back one at a time: the schedules must find each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.mutations.mutation import Mutation
 
 TEST = ("tests/simulator/test_simulator.py::test_a_bug_that_is_put_back_is_found_and_shrunk",)
 LIMIT = 2000
-"""Schedules within which a bug must be found."""
+"""Number of schedules within which a bug must be found."""
 
 
 def _bug(target: str, old: str, new: str) -> tuple[Mutation, ...]:
@@ -101,7 +101,7 @@ BUGS: dict[str, tuple[Mutation, ...]] = {
 
 
 def find(bug: str, seeds: range) -> dict[str, Any] | None:
-    """Put a bug back and look for it, seed after seed; return the first that fails, shrunk, or None."""
+    """Put a bug back and look for it, seed by seed; return the first failing schedule, shrunk, or None."""
     from tests.simulator.runner import COLLECT_EVERY, installed, run_schedule, schedule_of, shrink
 
     with installed():

@@ -1,5 +1,5 @@
-"""Ray at its seam: actors as simulated processes, calls as messages that take time, are lost with their process, and
-reach an actor in the order in which one caller sent them.
+"""Ray at its seam: actors are simulated processes; calls are messages that take time, are lost with their process, and
+reach an actor in the order in which a caller sent them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.simulator.kernel import _KERNEL, Kernel, Process
 
 PLAIN = frozenset((str, int, float, bool, type(None)))
 _THINGS: list[Any] = []
-"""References and handles of the present schedule; pickled by their number."""
+"""References and handles of the current schedule; pickled by number."""
 
 
 def _thing(number: int) -> Any:
@@ -26,7 +26,7 @@ def _thing(number: int) -> Any:
 
 
 class _Named:
-    """Something that is passed by reference."""
+    """An object that is passed by reference."""
 
     def __init__(self) -> None:
         self._number = len(_THINGS)
@@ -40,7 +40,7 @@ class _Named:
 
 
 def travel(value: Any) -> Any:
-    """Return what arrives of a value in another process: a copy."""
+    """Return a value as it arrives in another process: a copy."""
     kind = type(value)
     if kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, value))):
         return value
@@ -48,7 +48,7 @@ def travel(value: Any) -> Any:
         return tuple(map(travel, value))
     if kind is dict and PLAIN.issuperset(map(type, value)) and PLAIN.issuperset(map(type, value.values())):
         return value.copy()
-    if kind is Namespace:  # hundreds of flags, nearly all of them plain
+    if kind is Namespace:  # hundreds of flags, nearly all of them plain values
         copied = Namespace()
         flags = vars(copied)
         flags.update(vars(value))
@@ -105,7 +105,7 @@ class Handle(_Named):
         self._running = dict.fromkeys(self._limits, 0)
         self._instance: Any = None
         self._group_of: dict[str, str] = {}
-        """Of each method that was called, its concurrency group."""
+        """The concurrency group of each called method."""
         self._open: dict[Ref, None] = {}
         self._arrival_s: dict[Any, float] = {}
         self._cause = "killed"
@@ -118,7 +118,7 @@ class Handle(_Named):
         return _Method(self, name)
 
     def _died(self) -> None:
-        """Calls under way and later ones fail as soon as Ray has noticed."""
+        """Running and later calls fail as soon as Ray has noticed."""
         cluster = self._cluster
         kernel = cluster.kernel
 
@@ -145,7 +145,7 @@ class Handle(_Named):
 
     def _serve(self, group: str, name: str | None, arguments: Any, keywords: Any, ref: Ref) -> None:
         cluster = self._cluster
-        # A fault strikes the request that an actor runs, not the method that carries it.
+        # A fault hits the request that an actor runs, not the method that sends it.
         moment = arguments[0].__name__ if name == "run" else name
         try:
             if name is None:
@@ -232,7 +232,7 @@ class Cluster:
         self.name_of_class: dict[str, Callable[[Any, Any], str]] = {}
         self.roles: dict[Process, str] = {}
         self.cut_until_s: dict[str, float] = {}
-        """Role -> until when no message reaches it."""
+        """Role -> time until which no message reaches it."""
 
     def forget(self) -> None:
         for thing in _THINGS:
@@ -240,11 +240,11 @@ class Cluster:
         _THINGS.clear()
 
     def role_of(self, process: Process) -> str:
-        """Return what a process is, whichever of its incarnations."""
+        """Return the role of a process, whichever incarnation it is."""
         return self.roles.get(process, process.name)
 
     def latency(self, process: Process) -> float:
-        """Return how long a message to or from a process takes."""
+        """Return the latency of a message to or from a process."""
         role = self.roles.get(process, process.name)
         delay_s = self.kernel.draw("message " + role, 0.0005, 0.02)
         if self.cut_until_s:
@@ -312,7 +312,7 @@ class Cluster:
 
 
 def patch_ray(patches: Any, cluster: Callable[[], Cluster]) -> None:
-    """Lead the functions of the module ray to the present cluster."""
+    """Redirect the functions of the module ray to the current cluster."""
     patches.set(ray, "wait", lambda refs, **options: cluster().wait(refs, **options))
     patches.set(ray, "get", lambda refs, timeout=None: cluster().get(refs, timeout=timeout))
     patches.set(ray, "put", lambda value, **_: cluster().put(value))

@@ -1,4 +1,4 @@
-"""Schedules: what job runs, and what goes wrong in it; a seed gives both."""
+"""Schedules: which job runs, and what goes wrong in it; a seed determines both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 DEFAULT = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 NUM_SETUPS = 97
-"""Jobs of all seeds; few enough that their undisturbed runs can be kept."""
+"""Jobs of all seeds; few enough that their undisturbed runs can be cached."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Setup:
     broadcast: bool = False
     """Weights go to the engines by broadcast."""
     judge: bool = False
-    """One more engine, of a model that is not trained, grades; it shares a GPU where the trainer is as large."""
+    """Another engine, of an untrained model, grades; it shares a GPU if the trainer is as large."""
     grace_s: float = 0.0
-    """From SIGTERM to the end of a trainer's node, or of the driver."""
+    """Seconds from SIGTERM to the end of a trainer's node, or of the driver."""
 
     @property
     def is_strict(self) -> bool:
-        """Every token is drawn with just the weights that train on it."""
+        """Every token is generated with exactly the weights that train on it."""
         return not self.is_async and not self.partial and self.rollout_function == DEFAULT
 
     @property
@@ -95,16 +95,16 @@ def setup_of(seed: int) -> Setup:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong, at the ``nth`` time that a site is passed (over all lives), or at a time."""
+    """A fault, at the ``nth`` time that a site is passed (over all lives), or at a time."""
 
     kind: str
     site: str = ""
     nth: int = 0
     at_s: float = 0.0
     target: str = "self"
-    """A role, or whoever passes the site."""
+    """A role, or empty for the process that passes the site."""
     amount: float = 0.0
-    """Seconds that it lasts, the factor of slowness, or the jump of the clock."""
+    """Duration in seconds, the factor of slowness, or the jump of the clock."""
 
     def __str__(self) -> str:
         where = f"at {self.site!r}, time {self.nth}" if self.site else f"after {self.at_s:.2f} s"
@@ -119,28 +119,28 @@ def roles(setup: Setup) -> list[str]:
 
 
 LASTS_S = (0.5, 3.0, 20.0, 90.0, 400.0, 4000.0, 4000.0, 4000.0)
-"""The last is longer than any deadline: what waits for it without one of its own ends the run."""
+"""The last one exceeds every deadline: a wait for it without a deadline would end the run."""
 
 
 SHARE_OF_KIND = {"http": 0.4, "file": 0.25, "call": 0.35}
 DISK_FAULTS = ("full", "ioerror", "half", "after")
 WRONG_ANSWERS = ("refuse", "lose", "status", "garbage", "nonsense", "double")
-"""Of a server to one request; nonsense is JSON of another shape."""
+"""Faults of a server's answer to one request; nonsense is JSON of another shape."""
 
 
 def draw_fault(rng: random.Random, setup: Setup, sites: Mapping[str, tuple[int, int]], end_s: float) -> Fault:
-    """Draw a fault; of the deaths of trainer and driver some are announced by SIGTERM."""
+    """Draw a fault; SIGTERM announces some deaths of trainer and driver."""
     fault = _draw_fault(rng, setup, sites, end_s)
     is_announced = rng.random() < 0.3 and fault.kind == "kill" and victim(fault).startswith(("trainer", "driver"))
     return replace(fault, kind="term") if is_announced else fault
 
 
 def _draw_fault(rng: random.Random, setup: Setup, sites: Mapping[str, tuple[int, int]], end_s: float) -> Fault:
-    """Draw a fault: first whether at a request, a file or a call, then at what of these, however often it is passed.
+    """Draw a fault: first the kind of site (request, file or call), then the site, however often it is passed.
 
     Args:
         sites: by name, how often each was passed before the time at which a fault may strike, and until its end.
-        end_s: of that time, for faults that strike wherever the job is.
+        end_s: end of that time, for faults that strike wherever the job is.
     """
     if rng.random() < 0.15 or not sites:
         kind = rng.choice(("kill", "kill", "hang", "slow", "cut", "clock"))
@@ -150,7 +150,7 @@ def _draw_fault(rng: random.Random, setup: Setup, sites: Mapping[str, tuple[int,
     site = _draw_site(rng, sites)
     passed, last = sites[site]
     nth = rng.randint(passed + 1, last)
-    if rng.random() < 0.35:  # somebody else is struck just then
+    if rng.random() < 0.35:  # another process is hit at that moment
         kind = rng.choice(("kill", "kill", "kill", "hang", "hang", "cut", "clock"))
         return Fault(kind, site, nth, target=rng.choice(roles(setup)), amount=_amount(rng, kind))
     if site.startswith("http"):
@@ -163,7 +163,7 @@ def _draw_fault(rng: random.Random, setup: Setup, sites: Mapping[str, tuple[int,
 
 
 def _draw_site(rng: random.Random, sites: Mapping[str, tuple[int, int]]) -> str:
-    """Return a site; those that differ in a number alone, as those of like engines, count as one."""
+    """Return a site; sites whose names differ only in a number, such as equal engines', count as one."""
     likes: dict[str, dict[str, list[str]]] = {}
     for site in sorted(sites):
         kind = site.partition(" ")[0]
@@ -195,12 +195,12 @@ def draw_faults(seed: int, setup: Setup, sites: Counter[str], end_s: float) -> l
 
 
 def strikes_recovery(seed: int) -> bool:
-    """Return whether the faults of a seed, after the first, strike while the job recovers from that."""
+    """Return whether a seed's later faults strike while the job recovers from the first."""
     return random.Random(seed * 31 + 5).random() < 0.5
 
 
 def first_of_recovery(seed: int, fault: Fault) -> Fault:
-    """Return the fault that such a seed recovers from: a death more often than not."""
+    """Return the fault from which such a seed recovers: usually a death."""
     is_death = random.Random(seed * 31 + 9).random() < 0.6
     return replace(fault, kind="kill", amount=0.0) if is_death else fault
 
@@ -208,11 +208,11 @@ def first_of_recovery(seed: int, fault: Fault) -> Fault:
 def draw_faults_of_recovery(
     seed: int, setup: Setup, sites: Mapping[str, tuple[int, int]], new: Mapping[str, tuple[int, int]]
 ) -> list[Fault]:
-    """Return one or two faults that strike while the job recovers from the first of a seed.
+    """Return one or two faults that strike while the job recovers from a seed's first fault.
 
     Args:
         sites: as in :func:`draw_fault`.
-        new: those of them that only the recovery passes: of processes in the place of others.
+        new: sites that only the recovery passes, in replacement processes.
     """
     rng = random.Random(seed * 31 + 11)
     drawn = []
@@ -224,7 +224,7 @@ def draw_faults_of_recovery(
 
 
 def victim(fault: Fault) -> str:
-    """Return the role that a fault hits; "" where that is not known."""
+    """Return the role that a fault hits; empty if unknown."""
     if fault.target != "self" and fault.kind not in WRONG_ANSWERS:
         return fault.target
     if fault.site.startswith("train "):
@@ -240,12 +240,12 @@ def may_cost_an_engine(fault: Fault, setup: Setup) -> bool:
 
 
 def are_too_many(faults: Sequence[Fault], max_recoveries: int) -> bool:
-    """Return whether faults may take more recoveries of trainer and manager than an hour may have."""
+    """Return whether faults may need more recoveries of trainer and manager than are allowed per hour."""
     return sum(victim(fault).startswith(("trainer", "manager")) for fault in faults) > max_recoveries
 
 
 def EXCUSES(fault: Fault, setup: Setup) -> bool:  # noqa: N802
-    """Return whether a fault may end a run, which then goes on with the same command."""
+    """Return whether a fault may end a run, which the same command then continues."""
     if fault.kind == "clock" or (fault.kind == "slow"):
         return False
     if fault.kind in DISK_FAULTS:
@@ -256,6 +256,6 @@ def EXCUSES(fault: Fault, setup: Setup) -> bool:  # noqa: N802
             return True
         return setup.recovery == "off" or fault.kind == "cut"
     if role.startswith(("engine", "server", "router")):
-        # A node that nobody reaches for longer than engines may take to start has no engine.
+        # If a node is unreachable for longer than engines may take to start, it has no engine.
         return not setup.fault_tolerance or (fault.kind == "cut" and fault.amount >= 90)
     return True

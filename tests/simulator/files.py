@@ -1,4 +1,4 @@
-"""File operations at their seams: each may fail, be the last thing that its process does, or be done by half."""
+"""File operations at their seams: each may fail, be the last act of its process, or be done partly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Files:
         self._checkpoints = Checkpoints(world)
         self.locks: dict[str, Process] = {}
         self.descriptors: dict[int, str] = {}
-        """Open files of simulated processes, which close nothing when they are killed."""
+        """Open files of simulated processes, which do not close them when killed."""
 
     def close(self) -> None:
         for descriptor in list(self.descriptors):
@@ -66,7 +66,7 @@ class Files:
 
 @functools.lru_cache(maxsize=4096)
 def name_of_site(name: str) -> str:
-    """Return what the names of files of one kind have in common."""
+    """Return the common part of the names of files of one kind."""
     return re.sub(r"[0-9a-f]*\d+", "#", name).removesuffix(".tmp")
 
 
@@ -95,7 +95,7 @@ def patch_files(patches: Any, files: Callable[[], Files]) -> None:  # noqa: C901
         if flags & os.O_CREAT:
             files().at("make", str(path))
         descriptor = real_open(path, flags, mode, **keywords)
-        if not flags & os.O_NONBLOCK:  # the reader of outside files hands it to a file object, which closes it
+        if not flags & os.O_NONBLOCK:  # the reader of outside files passes it to a file object, which closes it
             files().descriptors[descriptor] = str(path)
         return descriptor
 

@@ -21,7 +21,7 @@ JUDGE = "judge"
 
 
 def is_dull(group: int) -> bool:
-    """Whether the filter of the schedules drops a group."""
+    """Whether the schedules' filter drops a group."""
     return group % 5 == 3
 
 
@@ -96,7 +96,7 @@ def base_args(setup: Setup) -> Namespace:
         setattr(args, name, value)
     derive_all(args, flag_groups())
     args.job_secret = None
-    # What depends on the folder of the schedule is derived anew for each command.
+    # Values that depend on the schedule's folder are derived for each command.
     args.start_rollout_id, args.load = None, None
     args.finetune = args.no_load_optim = args.no_load_rng = False
     return args

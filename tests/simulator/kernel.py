@@ -1,7 +1,7 @@
-"""Virtual time: strands (greenlets) in the place of threads, simulated processes, and the queue of what happens.
+"""Virtual time: strands (greenlets) instead of threads, simulated processes, and the event queue.
 
 Only one strand runs at a time; when it waits, the clock jumps to the next event.  The order of events at one moment is
-drawn from the seed.  A process that is killed never runs again: none of its ``finally`` blocks do either, as with
+drawn from the seed.  A killed process never runs again, not even its ``finally`` blocks, as with
 SIGKILL.
 """
 
@@ -19,41 +19,41 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 EPOCH_S = 1_700_000_000.0
 TICK_S = 1e-6
-"""Every look at the clock takes so long: a loop that only looks at it comes to its deadline too."""
+"""Every reading of the clock takes this long, so that a loop that only reads it also reaches its deadline."""
 
 
 _KERNEL: list[Kernel | None] = [None]
-"""The one that waits go to, while a schedule runs."""
+"""The kernel that waits use, while a schedule runs."""
 WORLD: list[Any] = [None]
-"""The schedule that runs."""
+"""The running schedule."""
 _MISSING = object()
 
 
 class StuckError(AssertionError):
-    """Nothing can happen any more, or the time that a job may take is over."""
+    """No events are left, or the job's time limit has passed."""
 
 
 class Process:
-    """A simulated process: strands that share module globals and a fate."""
+    """A simulated process: strands that share module globals and live and die together."""
 
     def __init__(self, kernel: Kernel, name: str, *, owner: Process | None = None) -> None:
         self.kernel, self.name, self.owner = kernel, name, owner
         self.is_alive = True
         self.frozen_until_s = 0.0
-        """It is stopped (SIGSTOP, a hanging GPU) until then."""
+        """Time until which it is stopped (SIGSTOP, a hanging GPU)."""
         self.globals: list[Any] = []
-        """Values of the module globals of which it has its own, while other processes run."""
+        """Its values of per-process module globals, while other processes run."""
         self.singletons: dict[type, Any] = {}
         self.owned: list[Process] = []
         self.on_death: dict[Callable[[], None], None] = {}
-        """Called when it is killed, in the order in which they came."""
+        """Called when it is killed, in order of registration."""
         self.end_s: float | None = None
         kernel.processes.append(self)
         if owner is not None:
             owner.owned.append(self)
 
     def kill(self, *, heirs_after_s: tuple[float, float] = (0.0, 2.0)) -> None:
-        """End it at once; what it owns ends a little later."""
+        """Kill it; its owned processes end a little later."""
         if not self.is_alive:
             return
         self.is_alive, self.end_s = False, self.kernel.now_s
@@ -70,7 +70,7 @@ class Process:
 
 
 class _Carrier(greenlet):
-    """A greenlet that runs one strand after another: a new one costs more than most strands do."""
+    """A greenlet that runs one strand after another, because creating one costs more than most strands."""
 
     strand: Strand
 
@@ -85,7 +85,7 @@ class _Carrier(greenlet):
 
 
 _IDLE: list[_Carrier] = []
-"""Those whose strand has ended."""
+"""Carriers whose strand has ended."""
 
 
 class Strand:
@@ -100,7 +100,7 @@ class Strand:
         """A text, seconds, or what is named in a list."""
         self.thread: Any = None
         self.carrier: _Carrier | None = None
-        """What it runs in, from its first event on."""
+        """The greenlet that runs it, from its first event on."""
         self.dead = False
 
     def work_guarded(self) -> None:
@@ -114,12 +114,12 @@ class Strand:
 
 
 class Kernel:
-    """The clock, the queue of events, and the one source of chance.
+    """The clock, the event queue, and the only source of randomness.
 
     Args:
-        seed: of all chance.
-        globals_of_process: (module, name, maker) of which each process has a value of its own.
-        singletons: a class of which each process has ``_instances`` of its own.
+        seed: seed of all randomness.
+        globals_of_process: (module, name, maker) of globals with a separate value for each process.
+        singletons: classes with separate ``_instances`` for each process.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Kernel:
         self.num_events = 0
         self.horizon_s = float("inf")
         self.current: Strand | None = None
-        """The one that runs."""
+        """The running process."""
         self.strands: dict[Strand, None] = {}
         self._makers = [maker for _, _, maker in globals_of_process]
         self._slots = [(vars(module), name) for module, name, _ in globals_of_process]
@@ -154,21 +154,21 @@ class Kernel:
     # Chance
 
     def rng(self, site: str) -> random.Random:
-        """Return the generator of one place: taking a fault away changes little elsewhere."""
+        """Return the generator of one place, so that removing a fault changes little elsewhere."""
         found = self._rngs.get(site)
         if found is None:
             found = self._rngs[site] = random.Random(self.seed * 1_000_003 ^ zlib.crc32(site.encode()))
         return found
 
     def draw(self, site: str, low: float, high: float) -> float:
-        """Return a number between two, often near the lower."""
+        """Return a random number in a range, often near its lower end."""
         rng = self._rngs.get(site) or self.rng(site)
         return low + (high - low) * rng.random() ** 3  # type: ignore[no-any-return]
 
     # Events
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
-        """Call back after a time; not within any process."""
+        """Call back after a time, outside any process."""
         self._number += 1
         heappush(self._heap, (self.now_s + delay_s, self._order(), self._number, callback, -1))
 
@@ -183,7 +183,7 @@ class Kernel:
         heappush(self._heap, (self.now_s + delay_s, self._order(), self._number, strand, strand.token))
 
     def strands_of(self, process: Process, name: str) -> list[Strand]:
-        """Return the strands of a process that were given a name."""
+        """Return the strands of a process with a name."""
         found = [strand for strand in self.strands if strand.process is process and not strand.dead]
         return sorted((s for s in found if s.name == f"{process.name}/{name}"), key=lambda s: s.token)
 
@@ -191,7 +191,7 @@ class Kernel:
         self._push(strand, 0.0)
 
     def park(self, timeout_s: float | None, waits_for: Any) -> bool:
-        """Wait until somebody wakes this strand; False after ``timeout_s``."""
+        """Wait until somebody wakes this strand; return False after ``timeout_s``."""
         strand = self.current
         if self.is_over:
             raise GreenletExit
@@ -233,14 +233,14 @@ class Kernel:
         return None if self.current is None else self.current.process
 
     def stop(self) -> None:
-        """Have :meth:`run` return."""
+        """Make :meth:`run` return."""
         self._is_stopped = True
 
     def run(self) -> None:
-        """Let events happen until one calls :meth:`stop`.
+        """Process events until one calls :meth:`stop`.
 
         Raises:
-            StuckError: there are none left, or the horizon is passed.
+            StuckError: no events are left, or the time limit has passed.
         """
         heap, self._is_stopped = self._heap, False
         while not self._is_stopped:
@@ -283,7 +283,7 @@ class Kernel:
             raise AssertionError(f"an error left a thread of {name}: {type(error).__name__}: {error}") from error
 
     def _load(self, process: Process | None) -> None:
-        """Put the module globals of a process into the modules."""
+        """Load the module globals of a process into the modules."""
         before, slots, singletons = self._loaded, self._slots, self._singletons
         if before is not None:
             before.globals = [names[name] for names, name in slots]
@@ -330,7 +330,7 @@ def _describe(waits_for: Any) -> str:
 
 
 class Patches:
-    """Attributes replaced for as long as simulations run in this process."""
+    """Attributes replaced while simulations run in this process."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
@@ -351,7 +351,7 @@ class Patches:
 
 @contextmanager
 def running(kernel: Kernel) -> Iterator[Kernel]:
-    """Make ``kernel`` the one that waits go to."""
+    """Make waits use ``kernel``."""
     _KERNEL[0] = kernel
     try:
         yield kernel

@@ -1,4 +1,4 @@
-"""HTTP at the client's seam: requests that take time, get lost, are doubled, refused or answered with nonsense.
+"""HTTP at the client's seam: requests take time, get lost, are duplicated, refused or answered with nonsense.
 
 A server is a simulated process without strands: it acts when a request arrives and when a timer fires.
 """
@@ -20,7 +20,7 @@ from tests.simulator.kernel import Process
 
 
 class Reply:
-    """The way back to whoever asked; called with status and body, and never where the server hangs."""
+    """The way back to the caller; called with status and body, or never if the server hangs."""
 
     def __init__(self, answer: Callable[[int, bytes], None]) -> None:
         self._answer = answer
@@ -39,7 +39,7 @@ class Reply:
 
 
 NONSENSE = (b"{}", b"[]", b"null", b'"ok"', b"7", b'{"meta_info": null}', b'[{"workers": 1}]', b'{"success": null}')
-"""Bodies of another shape than the one that was asked for."""
+"""Bodies of another shape than requested."""
 
 
 class Cut(Exception):
@@ -56,7 +56,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.slowness = 1.0
         self.waiting: dict[int, Callable[[], None]] = {}
-        """Connections that are open; called when the process dies."""
+        """Open connections; called when the process dies."""
         self._next = 0
         process.on_death[self._die] = None
         self.kernel.call_later(ready_s, self._listen)
@@ -80,7 +80,7 @@ class Server:
         raise NotImplementedError
 
     def later(self, delay_s: float, work: Callable[[], None]) -> None:
-        """Do something after a time, unless the process is dead then; later while it is stopped."""
+        """Do something after a time, unless the process is dead then; later if it is stopped."""
         self.kernel.call_later(delay_s * self.slowness, lambda: self._do(work))
 
     def _do(self, work: Callable[[], None]) -> None:
@@ -94,9 +94,9 @@ class Server:
 
 
 class Exchange:
-    """A request on its way, and its answer: ``done`` gets ``(status, body)`` or a Cut, once.
+    """A request and its answer: ``done`` gets ``(status, body)`` or a Cut, once.
 
-    Nothing in it refers to itself once it is over, so that it needs no collector.
+    Nothing in it refers to itself once it is finished, so it needs no garbage collection.
     """
 
     __slots__ = (
@@ -117,7 +117,7 @@ class Exchange:
         self._kernel.call_later(self._kernel.draw(f"http {self._port}", 0.0005, 0.02), self._arrive)
 
     def hang_up(self) -> None:
-        """Close the connection, as the end of the sender does; the server is told."""
+        """Close the connection, as when the sender ends; the server is notified."""
         self._close()
         server, reply, self._server, self._reply = self._server, self._reply, None, None
         if server is not None and reply is not None:
@@ -178,7 +178,7 @@ class Exchange:
             return
         delay_s = kernel.draw(f"reply {self._role}", 0.0005, 0.01)
         outcome: Any = Cut("connection reset by peer") if self._wrong == "lose" else (status, body)
-        if self._wrong == "garbage":  # it is done, and answered with half of an object
+        if self._wrong == "garbage":  # it is processed, and answered with half of an object
             outcome = (status, b'{"meta_info": {"finish_reason"')
         if self._wrong == "nonsense":
             outcome = (200, kernel.rng("nonsense").choice(NONSENSE))
@@ -196,8 +196,8 @@ def send(
 ) -> Callable[[], None]:
     """Send a request; ``done`` gets ``(status, body)`` or a Cut, once.
 
-    Return a function that hangs up, as the end of the sender does.  The server is told, since SGLang and its router
-    end what nobody waits for.
+    Return a function that hangs up, as when the sender ends.  The server is notified, because SGLang and its router
+    end requests that nobody waits for.
     """
     return Exchange(world, method, url, payload, done, sender).hang_up
 
@@ -253,11 +253,11 @@ class SyncSession:
 
 
 def _travel(payload: Any) -> Any:
-    return payload  # nobody changes what was sent
+    return payload  # nobody changes a sent object
 
 
 class _Exchange:
-    """One request of an event loop, as the context manager that aiohttp gives."""
+    """One request of an event loop, as aiohttp's context manager."""
 
     def __init__(self, world: Any, method: str, url: str, payload: Any, timeout_s: float | None) -> None:
         self._world, self._method, self._url, self._payload = world, method, url, payload

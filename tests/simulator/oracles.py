@@ -1,4 +1,4 @@
-"""What must hold at the end of each life of a job, at its end, and of the sizes of everything that grows."""
+"""Invariants at the end of each life of a job and at the job's end, and bounds on everything that grows."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 5.0
 MAX_THREADS = 16
-"""Of one process; twice of what any needs."""
+"""Bound of one process; twice what any needs."""
 MAX_LEDGER_BYTES, MAX_LEDGER_FILES = 60_000, 32
-"""Three rollouts and their records take a third of that."""
+"""Three rollouts and their records need a third of that."""
 
 
 def groups_at_a_time(setup: Setup) -> int:
-    """Return the number of groups that a rollout draws at once; what is ahead of it is as much."""
+    """Return the number of groups that a rollout draws at once, which is also the number drawn ahead."""
     return 2 * (setup.batch + setup.over_sampling)
 
 
 def watch_bounds(world: World, driver: Process) -> None:
-    """See now and then, for as long as the driver lives, that nothing grows without bound."""
+    """Check regularly, while the driver lives, that nothing grows without bound."""
     kernel, setup = world.kernel, world.setup
     requests = 2 * groups_at_a_time(setup) * setup.samples_per_prompt + 1  # and a probe
 
@@ -53,7 +53,7 @@ def watch_bounds(world: World, driver: Process) -> None:
 
 
 def check_journal(world: World) -> None:
-    """The ledger holds what came after the checkpoint, and not the whole run."""
+    """The ledger holds only what came after the checkpoint, not the whole run."""
     folder = world.folder / "save" / "ledger"
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     world.within("bytes of the ledger", sum(path.stat().st_size for path in files), MAX_LEDGER_BYTES)
@@ -61,7 +61,7 @@ def check_journal(world: World) -> None:
 
 
 def check_checkpoint(world: World) -> None:
-    """The checkpoint that counts is whole, at every end of a life."""
+    """The valid checkpoint is complete, at every end of a life."""
     root = world.folder / "save"
     if not (root / TRACKER).exists():
         return
@@ -80,17 +80,18 @@ def check_checkpoint(world: World) -> None:
 
 
 class Checkpoints:
-    """The checkpoint that counts is whole at any time: nothing in it is touched, and what comes to count is whole."""
+    """The valid checkpoint is complete at all times: nothing in it is touched, and whatever becomes valid is
+    complete."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._root = f"{world.folder}/save/"
         self._tracker = self._root + TRACKER
         self._counts: str | None = None
-        """The folder of the one that counts, "" without any; None where that is to be looked up."""
+        """The folder of the valid one, empty if there is none; None if it must be looked up."""
 
     def check(self, what: str, path: str) -> None:
-        """See to a file operation that begins, or "replaced", has ended."""
+        """Check a file operation that begins, or, for "replaced", has ended."""
         if path.startswith(self._tracker):
             self._counts = None
             if what == "replaced" and path == self._tracker:
@@ -113,7 +114,7 @@ class _Asked:
 
 
 def check_trained(world: World, parent: int, rollout_id: int, samples: list[Any]) -> None:
-    """The trainer is taught in order, and by what engines drew with weights that they may have had."""
+    """The trainer trains in order, on samples generated with weights that the engines may have had."""
     before = world.states[parent]
     if (before.rollout_id if before else -1) != rollout_id - 1:
         world.violate(f"rollout {rollout_id} is trained on weights of rollout {before and before.rollout_id}")

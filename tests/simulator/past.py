@@ -1,4 +1,4 @@
-"""Schedules that ended a run which could have gone on, shrunk: each is a mistake of the past."""
+"""Schedules, shrunk, that ended a run which could have continued: each is a past mistake."""
 
 from __future__ import annotations
 

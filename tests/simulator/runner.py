@@ -1,4 +1,4 @@
-"""Run schedules in one process, and shrink those that fail."""
+"""Runs schedules in one process, and shrinks failing ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.simulator.world import Outcome, World
 
 MEMORY = Path("/dev/shm")
 COLLECT_EVERY = 400
-"""Schedules after which all garbage is collected; after each one, only what is young."""
+"""Number of schedules after which all garbage is collected; after each, only the youngest generation."""
 
 _INSTALLED: list[Patches] = []
 _UNDISTURBED: dict[Setup, Outcome] = {}
@@ -38,7 +38,7 @@ _UNDISTURBED: dict[Setup, Outcome] = {}
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Simulate within the block; outside of it this process is an ordinary one."""
+    """Simulate within the block; outside it this process is an ordinary one."""
     if _INSTALLED:
         yield
         return
@@ -66,7 +66,7 @@ def installed() -> Iterator[None]:
 
 
 def run_schedule(seed: int, setup: Setup, faults: Sequence[Fault], *, ends_with_recovery: bool = False) -> Outcome:
-    """Run one schedule, or what of it is passed until the recovery from its first fault is over."""
+    """Run one schedule, or the part until the recovery from its first fault is over."""
     folder = Path(tempfile.mkdtemp(prefix="slime-sim-", dir=MEMORY if MEMORY.is_dir() else None))
     random_state = random.getstate()
     random.seed(seed)
@@ -86,11 +86,11 @@ def run_schedule(seed: int, setup: Setup, faults: Sequence[Fault], *, ends_with_
         shutil.rmtree(folder, ignore_errors=True)
         WORLD[0] = SyncSession.world = AsyncSession.world = None
         now.forget()
-        gc.collect(0)  # memory that is used again is faster than what is new
+        gc.collect(0)  # reused memory is faster than new memory
 
 
 def undisturbed(setup: Setup) -> Outcome:
-    """Return the run of a job in which nothing goes wrong."""
+    """Return the run of a job without faults."""
     found = _UNDISTURBED.get(setup)
     if found is None:
         found = _UNDISTURBED[setup] = run_schedule(0, setup, [])
@@ -109,7 +109,7 @@ def schedule_of(seed: int) -> tuple[Setup, list[Fault]]:
 
 
 def _new_sites(first: Outcome, plain: Outcome) -> dict[str, tuple[int, int]]:
-    """Return what only the recovery of a run passes: as other processes, or oftener than an undisturbed run."""
+    """Return the sites that only a run's recovery passes: in new processes, or more often than an undisturbed run."""
     more = {
         site: (max(before, plain.sites[site]), after)
         for site, (before, after) in first.recovery_sites.items()
@@ -127,7 +127,7 @@ def run_seed(seed: int) -> Outcome:
 
 
 def shrink(seed: int) -> tuple[Setup, list[Fault], Outcome]:
-    """Return the smallest job and the fewest faults by which the seed's schedule still fails."""
+    """Return the smallest job and the fewest faults with which the seed's schedule still fails."""
     setup, faults = schedule_of(seed)
     best = run_schedule(seed, setup, faults)
     assert best.violations, f"seed {seed} does not fail"

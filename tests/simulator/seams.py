@@ -1,4 +1,4 @@
-"""The seams at which the simulator takes the place of Ray, HTTP, clocks, files and processes."""
+"""The seams at which the simulator replaces Ray, HTTP, clocks, files and processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.simulator.world import World
 from tests.unit.rollout.fake_cluster import FakeTokenizer
 
 NO_SIGTERM_S = 60.0
-"""No process gets SIGTERM here: looking for it every second would be every fifth event."""
+"""No process gets SIGTERM here; checking for it every second would be every fifth event."""
 
 
 def world() -> World:
@@ -49,7 +49,7 @@ class Child:
         self.process = Process(kernel, label, owner=kernel.current_process)
         now.cluster.roles[self.process] = role
         now.at(f"start {role}", self.process)
-        # One that dies at once has found its port taken.
+        # One that dies at once found its port in use.
         self._lost_port = not self.process.is_alive
         now.next_pid += 1
         self.pid = now.next_pid
@@ -80,7 +80,7 @@ class Child:
 
 
 class _Ended:
-    """A future that has ended well."""
+    """A future that has completed successfully."""
 
     def result(self, timeout: float | None = None) -> None:
         return None
@@ -207,7 +207,7 @@ def install() -> Patches:
 
 
 def in_the_driver(check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a check for SIGTERM that other processes pass: here all share the driver's."""
+    """Return a check for SIGTERM that other processes pass, because all share the driver's here."""
     return lambda reaction: check(reaction) if world().kernel.current_process.owner is None else None
 
 
@@ -225,7 +225,7 @@ class _Silent:
 
 
 def set_alarm(which: int, seconds: float) -> None:
-    """signal.setitimer, for the driver that runs; what was set stays, and strikes nobody in the next life."""
+    """signal.setitimer for the running driver; a setting remains, but has no effect in the next life."""
     kernel = world().kernel
     driver = kernel.current_process
 

@@ -1,4 +1,4 @@
-"""The servers of the simulated network: SGLang's engines and router, as far as the control plane sees them."""
+"""The servers of the simulated network: SGLang's engines and router, as seen by the control plane."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tests.simulator.network import Cut, Reply, Server, send
 from tests.simulator.weight_groups import Member, state_in
 
 LOG_PROB_UNIT = 1e-3
-"""The log-prob of a token names the weights that drew it: minus (their number + 1) units."""
+"""The log-prob of a token encodes the weights that generated it: minus (their number + 1) units."""
 
 NO_ENGINES = b'{"error": {"code": "no_available_workers", "message": "No available workers"}}'
 HANG_UP_S = 4.0
-"""SGLang looks so often whether a client is still there (SGLANG_REQUEST_STATE_WAIT_TIMEOUT), and ends its request."""
+"""Seconds between SGLang's checks for a client (SGLANG_REQUEST_STATE_WAIT_TIMEOUT), which end abandoned requests."""
 
 
 @dataclass
 class _Running:
-    """A request that an engine draws tokens for."""
+    """A request for which an engine generates tokens."""
 
     request: Request
     reply: Reply
@@ -54,7 +54,7 @@ class _Held:
 
 @functools.cache
 def name_of_handler(path: str) -> str:
-    """Return the name of the method that answers what is asked at a path."""
+    """Return the name of the method that answers requests to a path."""
     return "do_" + path.partition("?")[0].strip("/").replace("/", "_")
 
 
@@ -73,13 +73,13 @@ class EngineServer(Server):
         self.version = "default"
         self.is_paused = False
         self.is_pushed_to = False
-        """A push was begun and not committed."""
+        """A push has begun and is not committed."""
         self.released: set[str] = set()
         self.running: list[_Running] = []
         self.queue: list[tuple[Any, Reply]] = []
         """Requests that came while it was paused."""
         self.messages: list[tuple[Any, float, Reply]] = []
-        """Of pushes, the first under way."""
+        """Ids of pushes, the first one running."""
         self.message_problems: list[str] = []
         """Of the last message, where it belongs to no push."""
         self.member = Member(self)
@@ -227,7 +227,7 @@ class EngineServer(Server):
             self._next_message()
 
     def _next_message(self) -> None:
-        """Have the loader take what was asked first; until it has done that it takes nothing else."""
+        """Have the loader take the oldest request; it takes no other before that is done."""
         message, seconds, reply = self.messages[0]
 
         def done() -> None:
@@ -278,7 +278,7 @@ class EngineServer(Server):
                 held.buckets[index] = sent
 
     def _arrived(self, message: Mapping[str, Any], index: int) -> int | None:
-        """Return the state that a bucket of a message has, that came by broadcast, or of the folder that it names."""
+        """Return the state of a bucket: in a message, received by broadcast, or from the named folder."""
         if "state" in message:
             return message["state"]  # type: ignore[no-any-return]
         if "folder" not in message:
@@ -322,7 +322,7 @@ class RouterServer(Server):
     def __init__(self, world: Any, process: Process, port: int, *, ready_s: float) -> None:
         super().__init__(world, process, port, ready_s=ready_s)
         self.workers: dict[str, tuple[str, str]] = {}
-        """Id -> URL and what it does."""
+        """Id -> URL and role."""
         self._turn = 0
 
     def handle(self, method: str, path: str, payload: Any, reply: Reply) -> None:
@@ -358,7 +358,7 @@ class RouterServer(Server):
         return [url for url, kind in self.workers.values() if kind in kinds or not kinds]
 
     def _pass_on(self, payload: Any, reply: Reply, retries: int) -> None:
-        """Have one engine answer a request; where some only prefill, one of them first and then one that decodes."""
+        """Have one engine answer a request; with prefill engines, first one of them and then a decode engine."""
         stages = [urls for kind in ("prefill", "decode") if (urls := self._urls(kind))]
         if not self._urls("regular") and len(stages) < 2:
             self.later(0.5, lambda: reply(503, NO_ENGINES))
@@ -380,7 +380,7 @@ class RouterServer(Server):
                 reply(*outcome)
 
         def ask(url: str) -> None:
-            # As sglang-router 0.3.2: its connection to an engine ends with that of its client, and with its process.
+            # Like sglang-router 0.3.2: its connection to an engine ends with its client's, and with its process.
             reply.on_hang_up = send(self.world, "POST", f"{url}/generate", payload, done, sender=self.process)
 
         ask(left.pop(0))

@@ -1,4 +1,4 @@
-"""The faults of one schedule: the points that they wait at, and what they do to processes, network, disk and clock."""
+"""The faults of one schedule: the points where they wait, and their effects on processes, network, disk and clock."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
     from tests.simulator.world import World
 
 AFTER_GRACE_S = 90.0
-"""From the end of the grace to the end of a process that was told to leave."""
+"""Seconds from the end of the grace period to the end of a process that got SIGTERM."""
 RECOVERY_S = 60.0
-"""Time after a fault in which others strike the recovery from it."""
+"""Seconds after a fault in which others strike the recovery from it."""
 
 
 class Strikes:
-    """Counts how often each site is passed, and has the faults strike there.
+    """Counts how often each site is passed, and triggers the faults there.
 
     Args:
         world: the schedule.
-        faults: all that it has.
+        faults: all faults of the schedule.
     """
 
     def __init__(self, world: World, faults: Sequence[Fault]) -> None:
         self._world, self._kernel = world, world.kernel
         self.sites: Counter[str] = Counter()
         self.fired: list[tuple[Fault, float]] = []
-        """Faults that struck, and until when they last."""
+        """Faults that struck, and the end of each."""
         self.in_life: list[Fault] = []
-        """Those that struck in the present life, or last until then."""
+        """Faults that struck in the current life, or last into it."""
         self.had_early = False
-        """One struck before the engines had weights: a job that cannot start ends."""
+        """One struck before the engines had weights; a job that cannot start ends."""
         self.replaced_sites: dict[str, tuple[int, int]] = {}
-        """As recovery_sites, of what passed it in the place of another process."""
+        """Like recovery_sites, for replacement processes."""
         self.is_recovery_over = False
         """RECOVERY_S after the first fault have passed."""
         self._before: Counter[str] = Counter()
@@ -58,7 +58,7 @@ class Strikes:
 
     @property
     def last_until_s(self) -> float:
-        """When the last of those that struck is over."""
+        """The end of the last fault that struck."""
         return max((until_s for _, until_s in self.fired), default=0.0)
 
     @property
@@ -67,12 +67,12 @@ class Strikes:
 
     @property
     def recovery_sites(self) -> dict[str, tuple[int, int]]:
-        """Site -> how often it was passed until the first fault, and until RECOVERY_S later, where that is more."""
+        """Site -> how often it was passed until the first fault, and until RECOVERY_S later, if that is more."""
         before, after = self._before, self._after
         return {site: (before[site], after[site]) for site in after if after[site] > before[site]}
 
     def at(self, site: str, process: Process | None) -> str | None:
-        """Pass a point; return what a fault there has its caller do."""
+        """Pass a point; return what a fault there makes its caller do."""
         count = self.sites[site] = self.sites.get(site, 0) + 1
         if self.fired and not self.is_recovery_over and process is not None and "#" in process.name:
             self.replaced_sites[site] = self.replaced_sites.get(site, (count - 1, 0))[0], count
@@ -83,7 +83,7 @@ class Strikes:
         return outcome
 
     def _strike(self, fault: Fault, process: Process | None) -> str | None:
-        """Let a fault happen; return what the place where it happens must do itself."""
+        """Trigger a fault; return what the place where it happens must do itself."""
         world, kernel = self._world, self._kernel
         lasts_s = fault.amount if fault.kind in ("hang", "cut", "full") else 0.0
         if not self.fired:
@@ -123,7 +123,7 @@ class Strikes:
         kernel, rank = self._kernel, getattr(target, "trainer", None)
         if self._world.cluster.role_of(target) == "driver":
             sigterm()._on_signal(signal.SIGTERM, None)
-        elif rank is None:  # it heeds no signal yet
+        elif rank is None:  # it ignores signals so far
             target.kill()
             return
         else:
@@ -147,4 +147,4 @@ class Strikes:
         role_of = self._world.cluster.role_of
         found = [p for p in self._kernel.processes if p.is_alive and role_of(p) == fault.target]
         own = self._kernel.current_process
-        return sorted(found, key=lambda p: p is own)  # whoever strikes itself last
+        return sorted(found, key=lambda p: p is own)  # a process that hits itself comes last

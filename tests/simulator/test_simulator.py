@@ -1,4 +1,4 @@
-"""The control plane survives schedules of faults, tells a story twice alike, and fails when a bug is put back."""
+"""The control plane survives schedules of faults, runs are repeatable, and a bug that is put back makes one fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Any]:
-    """Of one process for all tests: it replaces clocks, threads and files."""
+    """From one process for all tests, because it replaces clocks, threads and files."""
     command = [sys.executable, "-m", "tests.simulator", "--suite"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -15,7 +15,7 @@ from greenlet import GreenletExit
 from tests.simulator.kernel import _KERNEL, Patches, Strand
 
 _HUB = object()
-"""Who holds a lock where no strand runs."""
+"""The holder of a lock when no strand runs."""
 
 
 def _running_strand() -> Any:
@@ -259,7 +259,7 @@ class Executor:
 
 
 class _Selector:
-    """Selector of an event loop: it waits in virtual time."""
+    """Selector of an event loop that waits in virtual time."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -273,7 +273,7 @@ class _Selector:
         loop.sleeper = kernel.current
         try:
             kernel.park(timeout, "the event loop's next event")
-        except GreenletExit:  # the end of the schedule; whoever serves the loop would begin anew
+        except GreenletExit:  # the end of the schedule; whoever serves the loop would restart
             loop._stopping = True
         loop.sleeper, loop.was_woken = None, False
         return []
@@ -326,7 +326,7 @@ def current_thread() -> Any:
 
 
 def patch_standard_library(patches: Patches) -> None:
-    """Lead every wait and every look at a clock to the kernel."""
+    """Redirect every wait and every reading of a clock to the kernel."""
     real_monotonic, real_time, real_sleep = time.monotonic, time.time, time.sleep
     patches.set(time, "monotonic", lambda: k.monotonic() if (k := _KERNEL[0]) else real_monotonic())
     patches.set(time, "perf_counter", time.monotonic)

@@ -1,6 +1,6 @@
-"""The trainer's ranks: what is slime's own (saves, publishing, pushes) runs; a model is the number of a state.
+"""The trainer's ranks: slime's own parts (saves, publishing, pushes) run; a model is the number of a state.
 
-A state is what was trained, rollout by rollout; two ranks, two lives and two runs that trained the same have the same
+A state is the sequence of trained rollouts; ranks, lives and runs that trained the same have the same
 number.  Collectives meet in virtual time, and break when a rank dies.
 """
 
@@ -56,7 +56,7 @@ class Meeting:
         self.waiting: list[Any] = []
 
     def gather(self, rank: int, own: Any, *, timeout_s: float) -> list[Any]:
-        """Return what all ranks give.
+        """Return the contributions of all ranks.
 
         Raises:
             RuntimeError: a rank has died, or the time is over.
@@ -96,7 +96,7 @@ class Meeting:
 
 
 class Dist:
-    """torch.distributed for the rank whose strand runs."""
+    """torch.distributed for the running strand's rank."""
 
     @staticmethod
     def _trainer() -> Any:
@@ -105,7 +105,7 @@ class Dist:
         return kernel.current_process.trainer  # type: ignore[union-attr]
 
     def is_in_background(self) -> bool:
-        """Whether the strand that runs is not the one that does what the driver asks."""
+        """Whether the running strand is not the one that serves the driver."""
         return "checkpoint writer" in _KERNEL[0].current.name  # type: ignore[union-attr]
 
     def get_rank(self, group: Any = None) -> int:
@@ -134,7 +134,7 @@ class Dist:
 
 
 class Stub:
-    """Does nothing, whatever is asked of it."""
+    """Does nothing, whatever is called."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None
@@ -149,7 +149,7 @@ class Model:
 
 @functools.lru_cache(maxsize=256)
 def bytes_of_state(state: int) -> torch.Tensor:
-    """Return a bucket of a state; nobody writes to it."""
+    """Return a bucket of a state; read-only."""
     return torch.tensor([state] * 2).view(torch.uint8)
 
 
@@ -197,7 +197,7 @@ class FixedPush(VerifiedPush):
 
 
 class Updater(WeightUpdater):
-    """slime's own, of a model without tensors."""
+    """slime's own updater, of a model without tensors."""
 
     def __init__(self, args: Namespace, model: Model, first_version: int) -> None:
         super().__init__(args, [], lambda: None, hf_config={}, first_version=first_version, make_transport=self._make)
@@ -305,7 +305,7 @@ def write(shards: dict[str, list[Any]], common: bytes, folder: Path, group: Any,
     """Write the files of all ranks, then the one that completes the checkpoint: ``checkpoint_writer._write``."""
     dist, kernel = Dist(), _KERNEL[0]
     assert kernel is not None
-    # Behind training a checkpoint may take long.
+    # In the background a checkpoint may take long.
     kernel.sleep(kernel.draw("write", 0.05, 30.0 if dist.is_in_background() else 2.0))
     error = ""
     try:
@@ -330,7 +330,7 @@ def write(shards: dict[str, list[Any]], common: bytes, folder: Path, group: Any,
 
 
 def load(args: Namespace, world_size: int) -> tuple[int, int]:
-    """Return state and iteration of the checkpoint that ``--load`` means."""
+    """Return state and iteration of the checkpoint named by ``--load``."""
     if args.load is None or not (Path(args.load) / checkpoint.TRACKER).exists():
         return WORLD[0].disk_state, 0
     found = inspect_checkpoint(args.load, "--load", args.ckpt_step)
@@ -348,7 +348,7 @@ def load(args: Namespace, world_size: int) -> tuple[int, int]:
 
 
 def patch_trainer(patches: Any) -> None:
-    """Lead collectives, and what would touch tensors, to this module."""
+    """Redirect collectives, and code that touches tensors, to this module."""
     from slime.backends.megatron_utils import memory
     from slime.backends.megatron_utils.checkpoints import checkpoint_writer
     from slime.backends.megatron_utils.update_weight import updater

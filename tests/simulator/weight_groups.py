@@ -1,8 +1,8 @@
 """Broadcasts of a push: the trainer runs slime's own channel over this store and these connections.
 
-An engine's end is a server that acts when it is asked.  A broadcast ends once all members came to it: one that died
-holds up the others, as with NCCL, until the trainer abandons the group or the deadline passes.  The store is the
-trainer's, and goes with it.
+An engine's end is a server that acts on requests.  A broadcast ends once all members have joined it: a dead one
+blocks the others, as with NCCL, until the trainer abandons the group or the deadline passes.  The store belongs to
+the trainer, and disappears with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime.ext.fast_push import channel
 from tests.simulator.kernel import _KERNEL, WORLD, Process
 
 LOOK_S = 0.25
-"""How often a waiting member looks whether the group was abandoned."""
+"""Seconds between a waiting member's checks whether the group was abandoned."""
 BROADCAST_S = 0.05
 
 
@@ -33,18 +33,18 @@ class Rendezvous:
         self.owner, self.size = owner, size
         self.words: dict[str, Any] = {}
         self.calls: list[set[int]] = []
-        """Of each broadcast the members that came to it."""
+        """The members that joined each broadcast."""
         self.sent: dict[int, int] = {}
         """Broadcast -> the state that rank 0 sends."""
         self.ends_s: dict[int, float] = {}
 
     @property
     def is_over(self) -> bool:
-        """True when a member has abandoned the group, or its store is gone."""
+        """True if a member has abandoned the group, or its store is gone."""
         return not self.owner.is_alive or "abandoned" in self.words
 
     def come(self, rank: int) -> int:
-        """Have a member come to its next broadcast; return the number of that."""
+        """Have a member join its next broadcast; return its number."""
         number = sum(rank in members for members in self.calls)
         if number == len(self.calls):
             self.calls.append(set())
@@ -94,7 +94,7 @@ def open_store(address: str, port: int, *, rank: int, world_size: int, timeout: 
 
 
 class _Work:
-    """A broadcast under way at rank 0."""
+    """A running broadcast on rank 0."""
 
     def __init__(self, group: Rendezvous, number: int, timeout_s: float) -> None:
         self._group, self._number, self._ends_s = group, number, now_s() + timeout_s
@@ -131,7 +131,7 @@ class Member:
         self._groups: dict[str, tuple[Rendezvous, int]] = {}
 
     def join(self, message: dict[str, Any], done: Callable[[str], None]) -> None:
-        """Join the group of a message; ``done`` gets the problem, "" for none."""
+        """Join the group of a message; ``done`` gets the problem, empty if there is none."""
         asked = message["group"]
         name, port, rank = message["group_name"], asked["master_port"], asked["rank_offset"]
         self._groups.pop(name, None)
@@ -161,7 +161,7 @@ class Member:
         self._groups.pop(message["group_name"], None)
 
     def receive(self, message: dict[str, Any], done: Callable[[str, int | None], None]) -> None:
-        """Take part in the next broadcast of a group; ``done`` gets the problem and the state that came."""
+        """Take part in the next broadcast of a group; ``done`` gets the problem and the received state."""
         name = message["group_name"]
         if name not in self._groups:
             done(f"this engine is not in weight group {name!r}; call join_weight_group first", None)

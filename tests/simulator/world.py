@@ -1,4 +1,4 @@
-"""One schedule: a job with its faults, from the first command to the end of the last, and what must hold of it."""
+"""One schedule: a job with its faults, from the first command to the end of the last, and its invariants."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tests.simulator.trainer import NUM_BUCKETS
 
 DEBUG = False
 LIFE_HORIZON_S = 6 * 3600.0
-"""Virtual time after which a job that has not ended hangs."""
+"""Virtual seconds after which an unfinished job counts as hanging."""
 ORPHANS_AFTER_S = 30.0
 LEDGER_S = 10.0
-"""Time in which the ledger writes what it was given, however slow its disk."""
+"""Seconds in which the ledger writes its input, however slow its disk."""
 NUM_PROMPTS = 64
 PROMPTS = "".join(json.dumps({"prompt": f"p{k:03}", "label": "x"}) + "\n" for k in range(NUM_PROMPTS))
 MASK = (1 << 64) - 1
@@ -40,17 +40,17 @@ MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class State:
-    """What was trained: the last rollout, on top of another state."""
+    """The training history: the last rollout, on top of another state."""
 
     parent: int
     rollout_id: int
     samples: tuple[Any, ...]
-    """(group, index, tokens) of each."""
+    """(group, index, tokens) of each sample."""
 
 
 @dataclass
 class Outcome:
-    """What became of a schedule."""
+    """The result of a schedule."""
 
     violations: list[str]
     story: list[str]
@@ -61,13 +61,13 @@ class Outcome:
     num_fired: int = 0
 
     recovery_sites: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Site -> how often it was passed until the first fault, and until RECOVERY_S later, where that is more."""
+    """Site -> how often it was passed until the first fault, and until RECOVERY_S later, if that is more."""
     replaced_sites: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """The same of what passed it in the place of another process."""
+    """The same for replacement processes."""
 
 
 class World:
-    """A schedule under way."""
+    """A running schedule."""
 
     num_buckets = NUM_BUCKETS
     bucket_seconds = 0.05
@@ -82,9 +82,9 @@ class World:
         self.violations: list[str] = []
         self.strikes = Strikes(self, faults)
         self.at = self.strikes.at
-        """Pass a point; returns what a fault there has its caller do."""
+        """Pass a point; returns what a fault there makes its caller do."""
         self.peaks: Counter[str] = Counter()
-        """The largest sizes of what may not grow without bound."""
+        """The largest sizes of things that must not grow without bound."""
         self.cluster = Cluster(kernel, self.at, self.note)
         self.files = Files(self, folder)
         self.servers: dict[int, Server] = {}
@@ -96,11 +96,12 @@ class World:
         self._numbers: dict[State, int] = {}
         self.disk_state = 0
         self.committed: dict[str, int] = {}
-        """Version -> state, over all lives: samples of the ledger keep the versions of the life that drew them."""
+        """Version -> state, over all lives: samples of the ledger keep the versions of the life that generated
+        them."""
         self.served: set[int] = set()
         """States that engines were given, in any life."""
         self.answers: dict[tuple[tuple[int, ...], int], tuple[Process, float]] = {}
-        """Prompt and seed -> the manager that gave the answer to the ledger, and when that must have written it."""
+        """Prompt and seed -> the manager that passed the answer to the ledger, and when that must have written it."""
         self.script = Script(length=(2, 10))
         self.seconds_per_token = setup.seconds_per_token
         self.filtered: set[int] = set()
@@ -115,14 +116,14 @@ class World:
         """The engines got weights in this life."""
 
     def router_role(self, manager: Process, port: int) -> str:
-        """Return which router of a manager listens there: that of its first model, or that of the judge."""
+        """Return which of a manager's routers listens there: the first model's, or the judge's."""
         ports = self._router_ports.setdefault(manager, [])
         if port not in ports:
             ports.append(port)
         return "router" if port == ports[0] else f"router{ports.index(port)}"
 
     def forget(self) -> None:
-        """Take apart what refers to itself, which is nearly everything: less is left for the collector."""
+        """Break reference cycles, which nearly everything is in, to leave less for the collector."""
         for thing in (*self.cluster.roles, *self.engines):
             vars(thing).clear()
         self.cluster.forget()
@@ -139,7 +140,7 @@ class World:
         self.violations.append(text)
 
     def within(self, what: str, size: int, bound: int) -> None:
-        """Note the size of something that may not grow above a bound."""
+        """Record the size of something that may not exceed a bound."""
         self.peaks[what] = max(self.peaks[what], size)
         if size > bound:
             self.violate(f"{size} {what}, of which there may be {bound}")
@@ -152,7 +153,7 @@ class World:
     # What servers and trainers tell
 
     def engine_started(self, server: EngineServer) -> None:
-        """An engine starts, and takes its GPU once it has imported what it needs."""
+        """An engine starts, and takes its GPU once it has finished its imports."""
 
         earlier = [other for other in self.engines if other.gpu == server.gpu and other.process.is_alive]
 
@@ -165,7 +166,7 @@ class World:
         self.kernel.call_later(3.0, take)
 
     def evicted(self, engine: str, reason: str) -> None:
-        """A manager gives an engine up: not one to which nothing happened."""
+        """A manager gives up an engine, which must have had a fault."""
         if not any(may_cost_an_engine(fault, self.setup) for fault in self.strikes.in_life):
             self.violate(f"{engine} is replaced ({reason}) though only {self.strikes.in_life} happened")
 
@@ -179,7 +180,7 @@ class World:
             )
 
     def recorded(self, manager: Process, group: list[Any], *, is_written: bool = False) -> None:
-        """A manager gives an answered group to the ledger, which has written it by now or needs some time."""
+        """A manager passes an answered group to the ledger, which writes it at once or within some time."""
         written_s = self.kernel.now_s + (0.0 if is_written else LEDGER_S)
         for sample in group if self.setup.is_exact else ():
             prompt, _ = split_prompt(sample.tokens)
@@ -189,7 +190,7 @@ class World:
                 self.answers[key] = manager, written_s
 
     def asked(self, server: EngineServer, request: Any) -> None:
-        """An engine begins to draw an answer: not one that the ledger of an earlier manager has."""
+        """An engine begins an answer, which an earlier manager's ledger must not have."""
         manager, written_s = self.answers.get((tuple(request.prompt), request.seed), (None, 0.0))
         if manager is None or manager.end_s is None or request.earlier:
             return
@@ -239,7 +240,7 @@ class World:
     # Lives
 
     def run(self, *, ends_with_recovery: bool = False) -> Outcome:
-        """Run the command again and again until it ends well, or just to the end of the first fault's recovery."""
+        """Run the command repeatedly until it ends well, or just to the end of the first fault's recovery."""
         self._ends_with_recovery, is_done = ends_with_recovery, False
         while not is_done and not self.violations and not self._is_seen:
             self.num_lives += 1
@@ -255,7 +256,7 @@ class World:
         )  # fmt: skip
 
     def recovery_is_over(self) -> None:
-        """Nothing more is to be seen where that was all."""
+        """Nothing more needs to be observed."""
         if self._ends_with_recovery:
             self._is_seen = True
             self.kernel.stop()
@@ -308,7 +309,7 @@ class World:
             if process.is_alive:
                 self.violate(f"{process} is still there {ORPHANS_AFTER_S:.0f} s after the end of its job")
         kernel.processes.clear()
-        if code:  # somebody gives the command again once what lasts is over
+        if code:  # somebody runs the command again once ongoing faults are over
             rest_s = self.strikes.last_until_s - kernel.now_s
             if rest_s > 0 and kernel.rng("patience").random() < 0.7:
                 self._pass_time(rest_s)
@@ -320,7 +321,7 @@ class World:
         kernel.run()
 
     def make_args(self) -> Namespace:
-        """Return the flags of the command, as of now."""
+        """Return the current flags of the command."""
         args = Namespace(**vars(base_args(self.setup)))
         save = str(self.folder / "save")
         args.save = args.load = save

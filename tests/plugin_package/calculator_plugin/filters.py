@@ -28,7 +28,7 @@ def keep_odd_groups(args, group):
 
 
 def buffer_newest_first(args, rollout_id, buffer, num_samples):
-    """Takes the groups that entered the buffer last, and deletes them from it."""
+    """Take the groups that entered the buffer last, and delete them from it."""
     count = min(num_samples, len(buffer))
     taken = list(reversed(buffer[len(buffer) - count :]))
     del buffer[len(buffer) - count :]

@@ -21,7 +21,7 @@ def prompt_text(sample, tokenizer):
 
 
 async def generate(args, sample, sampling_params):
-    """Multi-turn with a calculator; the book-keeping is left to ``append_response_tokens``."""
+    """Multi-turn with a calculator; ``append_response_tokens`` does the bookkeeping."""
     state = GenerateState(args)
     url = get_model_url(args, "default")
     tokenizer = state.tokenizer
@@ -128,7 +128,7 @@ async def generate_by_hand(args, sample, sampling_params, evaluation=False):
     sample.metadata["calls"] = calls
     sample.metadata["evaluation"] = evaluation
     sample.train_metadata = {"calls": calls}
-    sample.reward = float(str(sample.label) in response) + 0.5 * calls  # so the reward model is not asked
+    sample.reward = float(str(sample.label) in response) + 0.5 * calls  # so the reward model is not called
     return sample
 
 
@@ -160,7 +160,7 @@ async def solve_once(args, role):
 async def generate_two_agents(args, sample, sampling_params, evaluation=False):
     """Fan-out: two agents answer one prompt; both answers are trained, together counting as one rollout.
 
-    Settings and helpers are hung on the shared args and each agent works on a deep copy, as slime's multi-agent
+    Settings and helpers are set on the shared args and each agent works on a deep copy, as slime's multi-agent
     example does.
     """
     args.sampling_params = sampling_params

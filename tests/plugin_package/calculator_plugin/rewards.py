@@ -1,4 +1,4 @@
-"""Rewards: one sample, one group, and what becomes of them before training."""
+"""Rewards: of one sample, of one group, and their normalization before training."""
 
 import asyncio
 
@@ -31,7 +31,7 @@ async def group_rm(args, samples, **kwargs):
 
 
 def post_process(args, samples):
-    """(raw, normalised): each group's mean is taken off; no division."""
+    """(raw, normalized): each group's mean is subtracted; no division."""
     raw = [sample.get_reward_value(args) for sample in samples]
     groups = {}
     for i, sample in enumerate(samples):

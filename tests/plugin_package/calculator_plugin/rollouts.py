@@ -1,4 +1,4 @@
-"""A rollout function and an evaluation function of one's own."""
+"""Custom rollout and evaluation functions."""
 
 import asyncio
 import copy
@@ -19,7 +19,7 @@ async def _train(args, rollout_id, data_source):
 
 
 def generate_rollout(args, rollout_id, data_buffer, evaluation=False):
-    """One wave, no over-sampling. Answers the training call alone; evaluation has its own function."""
+    """One wave, no over-sampling. Only for training calls; evaluation has a separate function."""
     assert not evaluation
     groups = run(_train(args, rollout_id, data_buffer))
     return RolloutFnTrainOutput(samples=groups, metrics={"calculator/groups": len(groups)})

@@ -14,7 +14,7 @@ def find_call(text):
 
 
 async def run_calculator(expression):
-    """The value of a sum as text; what is no sum gets an error text, never an exception."""
+    """The value of a sum as text; anything else gets an error text, never an exception."""
     await asyncio.sleep(0)  # a real tool waits here
     if not ALLOWED.fullmatch(expression):
         return "error: not a sum"

@@ -36,7 +36,7 @@ def postprocess(args, rollout_id, rollout_data):
 
 
 def advantages(args, rollout_data):
-    """--custom-advantage-function-path: the reward on every token, minus nothing."""
+    """--custom-advantage-function-path: the reward on every token, without a baseline."""
     out = [
         torch.full_like(kl, float(reward))
         for reward, kl in zip(rollout_data["rewards"], rollout_data["kl"], strict=True)

@@ -1,4 +1,4 @@
-"""A driver as users of upstream have it: their own copy of ``train_async.py``, written against its names alone."""
+"""A driver as users of the original have it: their copy of ``train_async.py``, written only against its names."""
 
 from argparse import Namespace
 
