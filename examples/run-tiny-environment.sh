@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A game of text, trained on two CPU cores: scripts/run-tiny-cpu.sh with the flags that differ.
+# A text game, trained on two CPU cores: scripts/run-tiny-cpu.sh with the flags that differ.
 #
 #   examples/run-tiny-environment.sh [FLAG...]
 #

@@ -12,7 +12,7 @@ export SAVE_DIR="${SAVE_DIR:-${TINY_DIR}/turns}"
 
 start_ray 1
 WARM_START=agents examples/tiny_tools/warm-start.sh
-# The questions of examples/strands, whose agent makes messages of them itself.
+# The questions of examples/strands, where the agent itself makes messages of them.
 sed 's/apply_chat_template: false/apply_chat_template: true/' "${TINY_DIR}/agents/calls_eval.yaml" \
     >"${TINY_DIR}/agents/turns_eval.yaml"
 

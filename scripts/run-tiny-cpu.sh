@@ -5,10 +5,10 @@
 #   scripts/run-tiny-cpu.sh [FLAG...]           more flags for train.py; a later flag overrides an earlier one
 #   SAVE_DIR=runs/tiny/control scripts/run-tiny-cpu.sh --lr 0     the control: nothing is learned
 #
-# LOOP (sync): "async" trains with train_async.py: generation never stops, and engine and trainer have a GPU each;
+# LOOP (sync): "async" uses train_async.py: generation never stops, and engine and trainer have a GPU each;
+# "ahead" is like "async", but generation stops for each push and is one rollout ahead of the trainer;
 # "apart" takes turns like "sync", with a GPU each.
-# "ahead": the same, but generation stops for each push; it is one rollout ahead of the trainer.
-# PROMPTS: "own" leaves prompts, chat template and reward to the FLAGs: a template and a grader cannot be taken back.
+# PROMPTS: with "own", the FLAGs give prompts, chat template and reward, because these cannot be unset.
 # TINY_DIR (runs/tiny): task/ and the warm start sft/.  SEED (1): of sampling and data order.  The result is in
 # SAVE_DIR (TINY_DIR/grpo-seed1); the same command resumes a run that was killed.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

@@ -2,7 +2,7 @@
 
     python tools/all_reduce.py [--mib 256]
 
-Prints JSON: backend, ranks, and the bus bandwidth in GB/s, 2 (n - 1) / n bytes of the buffer a rank and second.
+Prints JSON: backend, ranks, and the bus bandwidth in GB/s, 2 (n - 1) / n bytes of the buffer per rank and second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIMEOUT_S = 60
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=positive_int, help="Of the buffer. Default: 1024 on GPUs, 16 without.")
+    parser.add_argument("--mib", type=positive_int, help="Size of the buffer. Default: 1024 on GPUs, 16 without.")
     options = parser.parse_args()
     has_gpus = torch.cuda.device_count() >= 2
     ranks = torch.cuda.device_count() if has_gpus else RANKS_ON_CPU

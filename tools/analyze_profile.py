@@ -1,4 +1,4 @@
-"""Summarise torch profiler traces: the longest operations, and the share of time in which the device was busy.
+"""Summarize torch profiler traces: the longest operations, and the share of time in which the device was busy.
 
     python tools/analyze_profile.py --profile-dir /tmp/profile [--rank 0 | --all-ranks] [--top-n 20]
 

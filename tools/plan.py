@@ -5,7 +5,7 @@
     slime plan --json --actor-num-nodes 1 ... (the arguments of train.py)
 
 Nothing is started and no checkpoint is needed; a config.json in ``--hf-checkpoint`` makes the plan exact.  Exit codes:
-0: the run is legal and fits; 1: it needs more memory than there is; 2: it is not legal.  benchmarks/results compares
+0: the run is valid and fits; 1: it needs more memory than there is; 2: it is invalid.  benchmarks/results compares
 planned with measured numbers.
 """
 

@@ -21,7 +21,7 @@ trap 'status=$?; stop_teacher; _clean_up "${status}"' EXIT
 trap 'stop_teacher; _clean_up 130' INT
 trap 'stop_teacher; _clean_up 143' TERM
 
-# start_teacher: a server of TEACHER_HF in a process group of its own; sets TEACHER_URL when it answers.
+# start_teacher: a server of TEACHER_HF in a separate process group; sets TEACHER_URL when it answers.
 start_teacher() {
     local port device=(--dtype bfloat16) start=${SECONDS}
     TEACHER_HF="${TEACHER_HF:-$(ls -d "${TINY_DIR}"/grpo-seed1/hf/* 2>/dev/null | sort -V | tail -n 1 || true)}"

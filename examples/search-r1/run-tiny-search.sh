@@ -8,7 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 
 export TINY_DIR="${TINY_DIR:-runs/tiny}"
 export SAVE_DIR="${SAVE_DIR:-${TINY_DIR}/search}"
-# The plug-ins are imported as they are named below, so their folder must be where Python looks.
+# The plug-ins are imported by the names below, so their folder must be on Python's path.
 export PYTHONPATH="${REPO_DIR}/examples/search-r1:${PYTHONPATH}"
 
 start_ray 1

@@ -86,7 +86,7 @@ def main() -> None:
     if manifest_path.exists():
         made = json.loads(manifest_path.read_text())
         if (made.get("format"), made.get("seed")) == (FORMAT, options.seed):
-            print(f"task: {options.output} is there already ({made['rows']} rows)")
+            print(f"task: {options.output} exists already ({made['rows']} rows)")
             return
     made = make_task(options.output, options.seed)
     print(f"task: wrote {options.output}: rows {made['rows']}, a model of {made['parameters']:,} parameters")

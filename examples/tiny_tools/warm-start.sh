@@ -16,7 +16,7 @@ TOOLS_DIR="${TINY_DIR}/${WARM_START}"
 ROWS_PER_STEP=64
 
 if [[ -f "${TOOLS_DIR}/sft/done" ]]; then
-    echo "${TOOLS_DIR}/sft is there already"
+    echo "${TOOLS_DIR}/sft exists already"
     exit 0
 fi
 python3 examples/tiny_tools/make_task.py --task "${WARM_START}" --output "${TOOLS_DIR}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Corrections for what trainer and engine disagree about, on two CPU cores: scripts/run-tiny-cpu.sh with other flags.
+# Corrections for the mismatch of trainer and engine, on two CPU cores: scripts/run-tiny-cpu.sh with other flags.
 #
 #   examples/train_infer_mismatch_helper/run-tiny-mis.sh [FLAG...]
 #

@@ -2,7 +2,7 @@
 # Counting shapes in images, on two CPU cores: a random Qwen3-VL model, its warm start, and GRPO of text and tower.
 #
 #   examples/vision_shapes/run-vision-shapes.sh [FLAG...]          more flags for GRPO
-#   WRONG=1 examples/vision_shapes/run-vision-shapes.sh            the control: each question has another one's picture
+#   WRONG=1 examples/vision_shapes/run-vision-shapes.sh            the control: each question has another one's image
 #   DEVICE=gpu examples/vision_shapes/run-vision-shapes.sh         on one GPU, the warm start too
 #
 # TINY_DIR (runs/tiny): all files go to its folder shapes/; the run to SAVE_DIR (there, grpo-seed1 or grpo-wrong-seed1).

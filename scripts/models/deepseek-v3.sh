@@ -1,4 +1,4 @@
-# DeepSeek-V3 and R1 671B-A37B; MODEL_ARGS_NUM_LAYERS cuts it short
+# DeepSeek-V3 and R1 671B-A37B; MODEL_ARGS_NUM_LAYERS shortens it
 NUM_LAYERS="${MODEL_ARGS_NUM_LAYERS:-61}"
 MODEL_ARGS=(
     --num-layers "${NUM_LAYERS}"

@@ -1,4 +1,4 @@
-# DeepSeek-V4-Flash 284B-A13B: a window and compressed entries, four residual streams, experts by a table or by scores
+# DeepSeek-V4-Flash 284B-A13B: sliding window and compressed entries, four residual streams, experts by table or scores
 MODEL_ARGS=(
     --spec slime_plugins.models.deepseek_v4 get_deepseek_v4_spec
     --num-layers 43
@@ -30,7 +30,7 @@ MODEL_ARGS=(
     --moe-shared-expert-intermediate-size 2048
     --moe-router-topk 6
     --moe-router-topk-scaling-factor 1.5
-    --moe-router-score-function sigmoid # sqrt(softplus) in its place, by the layers
+    --moe-router-score-function sigmoid # the layers use sqrt(softplus) instead
     --moe-router-enable-expert-bias
     --moe-router-bias-update-rate 0
     --moe-router-load-balancing-type seq_aux_loss

@@ -1,4 +1,4 @@
-# Gemma 3 1B (text): windows in five of six layers, norms around attention and MLP; --swiglu stands for its gate
+# Gemma 3 1B (text): sliding windows in five of six layers, norms around attention and MLP; --swiglu enables its gate
 MODEL_ARGS=(
     --spec slime_plugins.models.gemma3 get_gemma3_spec
     --num-layers 26

@@ -1,5 +1,5 @@
-# Gemma 4 26B-A4B (text): Gemma 4's layers, with experts beside each MLP, which --moe-shared-expert-intermediate-size
-# sizes; --swiglu stands for the gates of both.
+# Gemma 4 26B-A4B (text): Gemma 4's layers, with experts beside each MLP, whose size is
+# --moe-shared-expert-intermediate-size; --swiglu enables the gates of both.
 MODEL_ARGS=(
     --spec slime_plugins.models.gemma4 get_gemma4_spec
     --num-layers 30

@@ -1,5 +1,5 @@
-# Gemma 4 31B (text): windows in five of six layers, norms around attention and MLP; --swiglu stands for its gate.
-# Heads of the other layers, and what else differs from layer to layer, are read from config.json.
+# Gemma 4 31B (text): sliding windows in five of six layers, norms around attention and MLP; --swiglu enables its gate.
+# The other layers' heads, and other per-layer settings, are read from config.json.
 MODEL_ARGS=(
     --spec slime_plugins.models.gemma4 get_gemma4_spec
     --num-layers 60

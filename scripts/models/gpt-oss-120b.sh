@@ -1,4 +1,4 @@
-# gpt-oss 120b: sinks, windows in every other layer, YaRN, biases; 128 experts with a clamped gate
+# gpt-oss 120b: sinks, sliding windows in every other layer, YaRN, biases; 128 experts with a clamped gate
 MODEL_ARGS=(
     --num-layers 36
     --hidden-size 2880

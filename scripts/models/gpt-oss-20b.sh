@@ -1,4 +1,4 @@
-# gpt-oss 20b: sinks, windows in every other layer, YaRN, biases; 32 experts with a clamped gate
+# gpt-oss 20b: sinks, sliding windows in every other layer, YaRN, biases; 32 experts with a clamped gate
 MODEL_ARGS=(
     --num-layers 24
     --hidden-size 2880

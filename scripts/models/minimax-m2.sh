@@ -1,5 +1,5 @@
 # MiniMax-M2 230B-A10B: norms over all query heads and all key heads, experts in every layer, none shared.
-# Its config.json speaks of MTP modules, which are left out here as in SGLang.
+# Its config.json has MTP modules, which are omitted here as in SGLang.
 MODEL_ARGS=(
     --spec slime_plugins.models.minimax_m2 get_minimax_m2_spec
     --num-layers 62

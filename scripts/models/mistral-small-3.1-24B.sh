@@ -1,4 +1,4 @@
-# Mistral Small 3.1 and 3.2, 24B: the text
+# Mistral Small 3.1 and 3.2, 24B: the text model
 MODEL_ARGS=(
     --num-layers 40
     --hidden-size 5120

@@ -1,4 +1,4 @@
-# Nemotron 3 Nano 30B-A3B: a mixer a layer, Mamba-2 (M), experts (E) or attention without positions (*)
+# Nemotron 3 Nano 30B-A3B: one mixer per layer, Mamba-2 (M), experts (E) or attention without positions (*)
 PATTERN="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 layers_of() { sed "s/[^$1]/0,/g; s/$1/1,/g; s/^/[/; s/,\$/]/" <<<"${PATTERN}"; }
 MODEL_ARGS=(

@@ -1,4 +1,4 @@
-# OLMo 3 7B: norms behind attention and MLP, windows in three of four layers, YaRN in the others
+# OLMo 3 7B: norms after attention and MLP, sliding windows in three of four layers, YaRN in the others
 MODEL_ARGS=(
     --spec slime_plugins.models.olmo3 get_olmo3_spec
     --num-layers 32

@@ -1,5 +1,5 @@
 # Qwen2.5 1.5B
-# The rotary base is that of Qwen2.5-Math and its distillates; the general model: MODEL_ARGS_ROTARY_BASE=1000000.
+# The rotary base is Qwen2.5-Math's and its distillations'; for the general model set MODEL_ARGS_ROTARY_BASE=1000000.
 MODEL_ARGS=(
     --num-layers 28
     --hidden-size 1536

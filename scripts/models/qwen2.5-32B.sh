@@ -1,5 +1,5 @@
 # Qwen2.5 32B
-# The epsilon of the norms is the base model's; the instructed one: MODEL_ARGS_NORM_EPSILON=1e-6.
+# The epsilon of the norms is the base model's; for the instruct model set MODEL_ARGS_NORM_EPSILON=1e-6.
 MODEL_ARGS=(
     --num-layers 64
     --hidden-size 5120

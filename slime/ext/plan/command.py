@@ -135,7 +135,7 @@ def run_plan(
 ) -> int:
     """Print the plan of a command line; gives the exit code.
 
-    0: the run is legal and fits; 1: it is legal, but needs more memory than there is; 2: it is not legal.
+    0: the run is valid and fits; 1: it is valid, but needs more memory than there is; 2: it is invalid.
     """
     plan: Plan | None = None
     with tempfile.TemporaryDirectory(prefix="slime-plan-") as folder:
