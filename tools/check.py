@@ -1,8 +1,8 @@
-"""Try a plug-in as a run calls it, without a GPU, and say in plain words what is wrong with it.
+"""Try a plug-in the way a run calls it, without a GPU, and say in plain words what is wrong with it.
 
-    slime check my_rewards.right              its signature says what it is
-    slime check --rm my_rewards.right         or you say it, by the flag: --custom-rm-path or --rm, --generate, --loss
-    slime check --rm my_rewards.right -- --reward-key score       with flags of train.py that it needs
+    slime check my_rewards.right              its signature tells which kind of plug-in it is
+    slime check --rm my_rewards.right         or name its kind: --custom-rm-path or --rm, --generate, --loss
+    slime check --rm my_rewards.right -- --reward-key score       with the train.py flags that it needs
 
 Exit code: 0 all passed, 1 a contract is broken, 2 the command is wrong.
 """
@@ -30,7 +30,7 @@ from tools.plugin_check.recognise import recognise  # noqa: E402
 ENVIRONMENT = "SLIME_CONTRACT_"
 """Prefix of variables that name plug-ins: ``SLIME_CONTRACT_CUSTOM_RM_PATH``."""
 DEADLINES = 10
-"""A call that nothing can interrupt ends the examination after so many times --timeout-s, and shows where it hangs."""
+"""A call that cannot be interrupted ends the check after this many times --timeout-s, and shows where it hangs."""
 
 
 def build_parser() -> argparse.ArgumentParser:

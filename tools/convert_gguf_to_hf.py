@@ -2,10 +2,10 @@
 
     slime convert gguf_to_hf --gguf SmolLM2-135M-Instruct.Q4_1.gguf --output-dir SmolLM2-135M-Instruct
 
-transformers dequantises the tensors (every type that the ``gguf`` package knows) and undoes the file's order of query
-and key rows.  The tokenizer is built here from the file's vocabulary: transformers' own conversion cuts Gemma's text
-by another algorithm, and leaves out Qwen's special tokens.  Text comes back from tokens unchanged; a normalization
-that the model's own tokenizer makes (Qwen: NFC) is not in the file.
+transformers dequantizes the tensors (every type that the ``gguf`` package knows) and restores the order of query and
+key rows.  The tokenizer is built here from the file's vocabulary, because transformers' own conversion splits Gemma's
+text by another algorithm and leaves out Qwen's special tokens.  Text survives tokenizing and decoding unchanged; the
+normalization of the model's own tokenizer (Qwen: NFC) is not in the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Cuts of Llama 3 and Qwen2, which differ in how many digits stay together; contractions come first."""
+"""Splitting rules of Llama 3 and Qwen2, which differ in the number of digits per piece; contractions come first."""
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Special tokens in transformers -> in the file."""
@@ -49,16 +49,16 @@ ARCHITECTURES = {
         "attn_q_norm": "width", "attn_k_norm": "width", "post_attention_norm": "hidden", "post_ffw_norm": "hidden"
     },
 }  # fmt: skip
-"""Architectures that are read -> what a layer has beside :data:`IN_LAYER`."""
+"""Supported architectures -> what a layer has in addition to :data:`IN_LAYER`."""
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """A space in the tokens of SentencePiece."""
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
-    """Return what cuts text into the pieces inside which byte-level BPE merges, by its name in the file.
+    """Return the splitter, by its name in the file: byte-level BPE merges only within its pieces.
 
     Raises:
-        ConfigError: the name is none of those known here.
+        ConfigError: the name is unknown.
     """
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
@@ -82,11 +82,11 @@ def pre_tokenizer(name: str) -> PreTokenizer:
 
 
 def check_is_supported(header: Header) -> None:
-    """Check that the tensors are those of the architecture and sizes that the file names.
+    """Check that the tensors match the architecture and sizes that the file names.
 
     Raises:
-        ConfigError: it is of another architecture, has scaled rotary frequencies, whose recipe the file lacks or
-            transformers does not read, or sizes that its tensors do not have.
+        ConfigError: the architecture is unsupported; the rotary frequencies are scaled, by a recipe that the file
+            lacks or transformers does not read; or the tensors do not have the sizes in the file's keys.
     """
     fields, shapes = header.fields, header.shapes
     architecture = fields.get("general.architecture")
@@ -115,7 +115,7 @@ def check_is_supported(header: Header) -> None:
 def _expected_shapes(
     architecture: str, fields: Mapping[str, Any], num_tensors: int, *, has_output: bool
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's tensors by its sizes."""
+    """Return the shapes of a model's tensors, given its sizes."""
 
     def size(name: str, default: int | None = None) -> int:
         value = fields.get(f"{architecture}.{name}", default)
@@ -154,7 +154,7 @@ def _vocabulary(fields: Mapping[str, Any]) -> int:
     """Return the number of tokens.
 
     Raises:
-        ConfigError: the tokenizer's lists do not fit each other.
+        ConfigError: the tokenizer's lists do not match each other.
     """
     tokens = fields.get("tokenizer.ggml.tokens")
     if (
@@ -189,7 +189,7 @@ def byte_level_bpe(keys: Mapping[str, Any]) -> Tokenizer:
 
 
 def sentencepiece_bpe(keys: Mapping[str, Any]) -> Tokenizer:
-    """Return SentencePiece's kind of tokenizer: characters, of which the pair with the best score merges first."""
+    """Return SentencePiece's kind of tokenizer: characters, merged in the order of the pairs' scores."""
     from tokenizers import Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
 
@@ -208,7 +208,7 @@ def sentencepiece_bpe(keys: Mapping[str, Any]) -> Tokenizer:
 
 
 def _merges(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Yield the pairs that make a token, those of the best score first."""
+    """Yield the pairs that form a token, in the order of their scores."""
     from gguf import TokenType
 
     normal = {
@@ -225,10 +225,10 @@ BACKENDS = {"gpt2": byte_level_bpe, "llama": sentencepiece_bpe}
 
 
 def load_tokenizer(gguf: Path, fields: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """Return the file's tokenizer: its vocabulary, cuts, special tokens and chat template.
+    """Return the file's tokenizer: its vocabulary, splitting rules, special tokens and chat template.
 
     Raises:
-        ConfigError: the file has a kind of tokenizer, or cuts, that are not known here.
+        ConfigError: the file's kind of tokenizer, or its splitting rules, are unknown.
     """
     from gguf import GGUFReader, TokenType
     from tokenizers import AddedToken
@@ -283,7 +283,7 @@ def convert(gguf: Path, folder: Path, dtype: str) -> None:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         for file in Path(scratch).iterdir():
-            file.chmod(0o644)  # safetensors and tempfile write for one user alone
+            file.chmod(0o644)  # safetensors and tempfile make files that only their owner can read
         Path(scratch).chmod(0o755)
         Path(scratch).rename(folder)
         Path(scratch).mkdir()
@@ -305,7 +305,7 @@ def main() -> None:
     """Run the command line."""
     from slime.backends.sglang_utils import cpu_shim
 
-    cpu_shim.install()  # transformers cannot import its models beside a torchvision that does not fit this torch
+    cpu_shim.install()  # transformers cannot import its models if the installed torchvision does not match this torch
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gguf", type=Path, required=True, help="the file")
     parser.add_argument("--output-dir", type=Path, required=True, help="folder to write; new or empty")

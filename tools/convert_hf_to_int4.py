@@ -131,13 +131,13 @@ def modifier_arguments(options: Namespace, source: HfSource) -> dict[str, Any]:
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         "ignore": ignored_by_int4(source.tensors, plain=plain_weights_of(source.folder)),
         "dampening_frac": options.dampening_frac,
-        # Columns keep their order, so that pushed weights, which are rounded without calibration, have the same form.
+        # Columns keep their order, so that weights pushed later, rounded without calibration, have the same form.
         "actorder": None,
     }
 
 
 def oneshot_arguments(options: Namespace, output: Path) -> dict[str, Any]:
-    """Return the arguments of LLM Compressor's oneshot beside recipe, tokenizer and data set."""
+    """Return the arguments of LLM Compressor's oneshot except recipe, tokenizer and data set."""
     return {
         "model": options.input_dir,
         "trust_remote_code_model": options.trust_remote_code,

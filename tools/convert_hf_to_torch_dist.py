@@ -3,8 +3,8 @@
     slime convert hf_to_torch_dist --hf-checkpoint MODEL --save MODEL_torch_dist
     torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py --hf-checkpoint MODEL --save MODEL_torch_dist
 
-config.json says what the model is; model flags may be given, and must agree.  The checkpoint can be loaded in any
-parallel layout.  Several processes split the model into pipeline stages, unless parallel flags say otherwise.  The
+config.json describes the model; model flags may be given too, and must agree with it.  The checkpoint can be loaded in
+any parallel layout.  Several processes split the model into pipeline stages, unless parallel flags say otherwise.  The
 result is ``SAVE/release``, for ``--ref-load``.
 """
 
@@ -47,10 +47,10 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 
 def parse_training_flags(argv: Sequence[str], *, needed: Sequence[str], description: str | None) -> Namespace:
-    """Parse all flags of a training run, of which only ``needed`` must be given; ``description`` heads ``--help``.
+    """Parse all flags of a training run, of which only ``needed`` are required; ``description`` heads ``--help``.
 
     Raises:
-        ConfigError: one of them is missing, a flag is unknown, or ``--hf-checkpoint`` is no model folder.
+        ConfigError: one of them is missing, a flag is unknown, or ``--hf-checkpoint`` is not a model folder.
     """
     from slime.backends.megatron_utils.arguments import fill_model_flags
 
@@ -74,8 +74,8 @@ def parse_training_flags(argv: Sequence[str], *, needed: Sequence[str], descript
 def pipeline_split(num_layers: int, world_size: int) -> tuple[int, int | None]:
     """Return the pipeline size and layers of the last stage, when no flag says how to split.
 
-    All processes become pipeline stages of ``ceil(layers / stages)`` layers; the last takes the rest.  While it would
-    get none, the number of stages is halved.
+    All processes become pipeline stages of ``ceil(layers / stages)`` layers; the last takes the rest.  The number of
+    stages is halved until the last one gets a layer.
 
     >>> pipeline_split(92, 16)
     (16, 2)
@@ -121,7 +121,7 @@ def rendezvous() -> tuple[int, int, int]:
 
 
 def with_layout(args: Namespace, world_size: int | None = None) -> Namespace:
-    """Return ``args`` for so many processes (default: all), in pipeline stages unless flags say otherwise."""
+    """Return ``args`` for this many processes (default: all), in pipeline stages unless flags say otherwise."""
     world_size = world_size or rendezvous()[1]
     values: dict[str, object] = {
         "world_size": world_size,
@@ -133,7 +133,7 @@ def with_layout(args: Namespace, world_size: int | None = None) -> Namespace:
         "no_save_optim": True,
         "no_save_rng": True,
         "debug_train_only": True,  # skips the checks of weight pushes
-        "int4_qat": None,  # not even by the environment: nothing is trained
+        "int4_qat": None,  # not even through the environment: nothing is trained
     }
     kinds = ("pipeline_model", "tensor_model", "expert_model", "context")
     if world_size > 1 and all(getattr(args, f"{kind}_parallel_size") == 1 for kind in kinds):

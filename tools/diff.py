@@ -1,8 +1,8 @@
-"""Say in what two runs differ: settings, versions, and the first step at which samples or numbers do.
+"""Say how two runs differ: in settings, in versions, and from which step on in samples and numbers.
 
     slime diff RUN_A RUN_B [--html FILE]
 
-Exits with 0 when nothing that was recorded differs, with 1 when something does.
+Exits with 0 if everything recorded is equal, with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tools.report import source_hash, time_of, write_page
 from tools.terminal import plain, say
 
 OWN = {"save", "load", "save_hf", "run_folder", "wandb_run_id", "wandb_dir", "job_secret", "tensorboard_dir"}
-"""Settings that every run has to itself."""
+"""Settings that differ between any two runs."""
 COLUMNS = (
     ("data order", "prompt"), ("sampled tokens", "tokens"), ("reward", "reward"), ("loss mask", "loss_mask"),
     ("packing", "packing"), ("engine's log-probs", "engine_log_probs"), ("trainer's log-probs", "trainer_log_probs"),
     ("advantages", "advantages"),
 )  # fmt: skip
-"""What is compared of the samples of a rollout, in the order in which one follows from the other."""
+"""The columns of a rollout's samples that are compared, each before those that follow from it."""
 OF_TRAINER = ("packing", "trainer_log_probs", "advantages")
 METRICS = (
     "train/critic-value_loss", "train/critic-grad_norm", "train/lr-pg_0", "train/loss", "train/kl_loss",
@@ -99,7 +99,7 @@ def _print(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> No
 
 
 def setting_differences(first: Run, second: Run) -> Iterator[tuple[str, str, str]]:
-    """Yield name and both values of settings, versions and commit that differ; ``critic_args.lr`` of the critic's."""
+    """Yield name and both values of each differing setting, version and commit; ``critic_args.lr`` is the critic's."""
     for part in ("values", "versions", "git"):
         ours, theirs = first.config.get(part, {}), second.config.get(part, {})
         for name in sorted(ours.keys() | theirs.keys()):
@@ -118,13 +118,13 @@ def _value_differences(name: str, a: Any, b: Any) -> Iterator[tuple[str, str, st
 
 
 def _is_own(name: str) -> bool:
-    """Return whether a setting, of the run or of its critic, is one that every run has to itself."""
+    """Return whether a setting, of the run or of its critic, differs between any two runs."""
     table, _, last = name.rpartition(".")
     return last in OWN and table in ("", "critic_args", "critic_args.role_overrides")
 
 
 def first_differences(first: Run, second: Run) -> Iterator[tuple[str, str, str]]:
-    """Yield, of everything that is compared, the first step (from 1) at which it differs, and by how much."""
+    """Yield the first step (counted from 1) at which each compared quantity differs, and by how much."""
     left = dict(COLUMNS)
     common = {rollout_of(path) for path in first.sample_files()}
     found: list[tuple[int, int, str, str]] = []
@@ -151,7 +151,7 @@ def first_differences(first: Run, second: Run) -> Iterator[tuple[str, str, str]]
 
 
 def _by_rollout(run: Run) -> dict[int, list[dict[str, Any]]]:
-    """Return rollout -> the metrics of its optimizer steps, and last of all the digests of the weights after them."""
+    """Return rollout -> the metrics of its optimizer steps, followed by the digests of the weights after them."""
     found: dict[int, list[dict[str, Any]]] = {}
     for step in sorted(run.steps):
         found.setdefault(step // run.steps_per_rollout, []).append(run.steps[step])
@@ -170,7 +170,7 @@ def _by_position(run: Run, rollout_id: int) -> list[dict[str, Any]]:
 
 
 def _difference(a: Any, b: Any) -> str | None:
-    """Return in words how two values differ; None where they are equal."""
+    """Return the difference of two values in words; None if they are equal."""
     if _is_same(a, b):
         return None
     flat_a, flat_b = list(_flat(a)), list(_flat(b))
@@ -185,7 +185,7 @@ def _difference(a: Any, b: Any) -> str | None:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Return whether two values are equal; NaN is the same as NaN."""
+    """Return whether two values are equal; NaN equals NaN."""
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_is_same, a, b))
     return a == b or (a != a and b != b)
@@ -206,7 +206,7 @@ def _times(first: Run, second: Run) -> list[tuple[str, str, str]]:
 
 
 def _curves(first: Run, second: Run) -> dict[str, tuple[dict[int, float], dict[int, float]]]:
-    """Return metric -> of each run step -> value."""
+    """Return metric -> (step -> value) of each run."""
     evaluations = sorted({name for m in first.evaluations.values() for name in m if name.count("/") == 1})
     curves = {}
     for name in (*CURVES, *(name for name in evaluations if name != "eval/step")):
@@ -232,9 +232,9 @@ def page_of(names: Sequence[str], tables: Sequence[Table], curves: Mapping[str, 
     """Return the page.
 
     Args:
-        names: of the two runs.
-        tables: empty ones are said to be so.
-        curves: metric -> of the first run and of the second.
+        names: names of the two runs.
+        tables: an empty one gets a line that says so.
+        curves: metric -> curve of the first run and of the second.
     """
     first, second = (html.escape(name) for name in names)
     policy = f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src {source_hash(STYLE)}"
@@ -272,7 +272,7 @@ def _figure(name: str, first: Curve, second: Curve) -> str:
 
 
 def _svg(label: str, lines: Mapping[str, Curve], height: int) -> str:
-    """Return lines over their common range of steps and values."""
+    """Draw lines over their common range of steps and values."""
     steps = [step for line in lines.values() for step in line]
     values = [value for line in lines.values() for value in line.values()]
     if not steps:

@@ -1,10 +1,10 @@
-"""Look at this machine before a job does: a line for each check, good, bad or unknown, with the remedy.
+"""Check this machine before a job needs it: one line per check, good, bad or unknown, with the remedy.
 
     slime doctor [--save DIR] [--port 8265] [--hf-checkpoint DIR]
 
-Each main package is held against the pinned version, and each recipe of ``scripts/`` against what it needs.
-Exits with 1 when a line is bad.  One file in --save is written, and removed.  With --hf-checkpoint a job without a
-step is run: a trainer and an engine of that model on one GPU, and one push between them.
+Each main package is compared with its pinned version, and each recipe of ``scripts/`` with what it needs.
+Exits with 1 if a line is bad.  Writes one file to --save and removes it.  With --hf-checkpoint, it runs a job without
+training steps: a trainer and an engine of that model on one GPU, and one push between them.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ Verdict = tuple[str, str]
 MIN_FILES, MIN_SHM_GIB, MIN_TMP_GIB, MIN_DISK_MBS = 16384, 8, 20, 200
 PROBE_BYTES = 64 << 20
 NVLINK_GBS = {"A100": 300, "A800": 200, "H100": 450, "H800": 200, "H200": 450, "H20": 450, "B200": 900}
-"""GB/s of a card in one direction: what an all-reduce can come near to."""
+"""GB/s of a card in one direction, which an all-reduce can approach."""
 GOOD_SHARE = 0.4
-"""Of that; below it something is not as it should be."""
+"""Share of that bandwidth below which something is wrong."""
 ALL_REDUCE_TIMEOUT_S, JOB_TIMEOUT_S, END_TIMEOUT_S = 120, 420, 60
 
 
@@ -96,7 +96,7 @@ def _safely(check: Callable[[], Verdict]) -> Verdict:
 
 
 def _ask(*words: str) -> str | None:
-    """Return what a program prints; None if there is no such program, or where it fails."""
+    """Return what a program prints; None if it does not exist or fails."""
     if shutil.which(words[0]) is None:
         return None
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
@@ -104,7 +104,7 @@ def _ask(*words: str) -> str | None:
 
 
 def gpus() -> Verdict:
-    """Look at number, memory and use of the GPUs."""
+    """Check number, memory and use of the GPUs."""
     listed = _ask(
         "nvidia-smi", "--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits"
     )
@@ -117,7 +117,7 @@ def gpus() -> Verdict:
 
 
 def links() -> Verdict:
-    """Look at how the GPUs reach each other."""
+    """Check how the GPUs reach each other."""
     topology = _ask("nvidia-smi", "topo", "-m")
     if topology is None:
         return UNKNOWN, "no nvidia-smi"
@@ -130,14 +130,14 @@ def links() -> Verdict:
 
 
 def space(folder: Path, gib: float, remedy: str) -> Verdict:
-    """Look at the room in a folder."""
+    """Check the free space in a folder."""
     free = shutil.disk_usage(folder).free / 2**30
     text = f"{free:.1f} GiB free in {folder}"
     return (GOOD, text) if free >= gib else (BAD, f"{text}, {gib} wanted: {remedy}")
 
 
 def open_files() -> Verdict:
-    """Look at the limit of open files."""
+    """Check the limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= MIN_FILES or soft == resource.RLIM_INFINITY:
         return GOOD, f"{soft} allowed"
@@ -147,7 +147,7 @@ def open_files() -> Verdict:
 
 
 def disk(folder: Path) -> Verdict:
-    """Write 64 MiB and see how fast that is."""
+    """Write 64 MiB and measure the speed."""
     while not folder.exists():
         folder = folder.absolute().parent
     data, start = os.urandom(PROBE_BYTES), time.monotonic()
@@ -165,7 +165,7 @@ def disk(folder: Path) -> Verdict:
 
 
 def clock() -> Verdict:
-    """Ask the kernel whether the clock is kept in time."""
+    """Ask the kernel whether the clock is synchronized."""
     said = _ask("timedatectl", "show", "--property=NTPSynchronized", "--value")
     if said is None:
         return UNKNOWN, "timedatectl does not say; on several nodes the clocks must agree within a second"
@@ -173,7 +173,7 @@ def clock() -> Verdict:
 
 
 def host_name() -> Verdict:
-    """Look up this machine's own name, by which the processes of a job find each other."""
+    """Look up this machine's own name, by which a job's processes find each other."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -183,7 +183,7 @@ def host_name() -> Verdict:
 
 
 def free_port(port: int) -> Verdict:
-    """See whether Ray's dashboard can have its port."""
+    """Check that the port of Ray's dashboard is free."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))
@@ -193,12 +193,12 @@ def free_port(port: int) -> Verdict:
 
 
 def listening() -> Verdict:
-    """List where jobs that run here listen beyond loopback (docs/security.md says what guards each)."""
+    """List where jobs on this machine listen beyond loopback (docs/security.md says what protects each)."""
     sockets: dict[str, list[str]] = {"loopback": [], "the network": []}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         program = next((Path(word).name for word in words if re.search(r"ray|slime|sglang|train\w*\.py", word)), None)
-        with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
+        with contextlib.suppress(psutil.Error):  # the process has ended, or belongs to another user
             for each in process.net_connections("tcp") if program is not None else ():
                 if each.status == psutil.CONN_LISTEN:
                     side = "loopback" if is_loopback(each.laddr.ip.removeprefix("::ffff:")) else "the network"
@@ -210,7 +210,7 @@ def listening() -> Verdict:
 
 
 def all_reduce() -> Verdict:
-    """Measure all-reduce over the GPUs against what their links give."""
+    """Measure all-reduce over the GPUs and compare it with the bandwidth of their links."""
     program = [sys.executable, str(REPO / "tools" / "all_reduce.py")]
     try:
         ended = subprocess.run(program, capture_output=True, text=True, timeout=ALL_REDUCE_TIMEOUT_S, check=False)
@@ -223,12 +223,12 @@ def all_reduce() -> Verdict:
 
 
 def judged_all_reduce(measured: dict[str, Any], cards: str, linked: str) -> Verdict:
-    """Return what a measured bandwidth means.
+    """Return the verdict on a measured bandwidth.
 
     Args:
         measured: what ``tools/all_reduce.py`` prints.
         cards: the list of the machine's cards.
-        linked: how they reach each other.
+        linked: how the cards are connected.
     """
     text = f"{measured['gb_per_s']} GB/s over {measured['ranks']} ranks with {measured['backend']}"
     if measured["backend"] == "gloo":
@@ -243,7 +243,7 @@ def judged_all_reduce(measured: dict[str, Any], cards: str, linked: str) -> Verd
 
 
 def job_without_steps(model: Path | None) -> dict[str, Verdict]:
-    """Start a trainer and an engine of a model through the real job, push once, and say how long each took."""
+    """Start a trainer and an engine of a model as a real job, push once, and say how long each took."""
     if model is None:
         return dict.fromkeys(("engine's start", "push"), (UNKNOWN, "not tried: give --hf-checkpoint DIR"))
     with tempfile.TemporaryDirectory(prefix="slime-doctor-") as folder:
@@ -272,7 +272,7 @@ def job_without_steps(model: Path | None) -> dict[str, Verdict]:
                     os.killpg(job.pid, signal.SIGTERM)
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         job.wait(timeout=END_TIMEOUT_S)
-                    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+                    with contextlib.suppress(ProcessLookupError):  # all of its processes have ended
                         os.killpg(job.pid, signal.SIGKILL)
                     job.wait(timeout=END_TIMEOUT_S)
             log.seek(0)
@@ -280,7 +280,7 @@ def job_without_steps(model: Path | None) -> dict[str, Verdict]:
 
 
 def judged_job(folder: Path, code: int | None, log: str) -> dict[str, Verdict]:
-    """Return what the record of a job without steps says of an engine's start and of a push."""
+    """Return what the record of a job without steps says about an engine's start and a push."""
     try:
         run = read_run(folder)
     except DataError:

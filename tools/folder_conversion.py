@@ -1,4 +1,4 @@
-"""The flags, the run and the report of every tool that makes one model folder out of another."""
+"""The flags, the run and the report shared by the tools that convert one model folder into another."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 def rewrite_parser(description: str | None, **folders: str) -> argparse.ArgumentParser:
-    """Return a parser with the flags of every tool that makes one model folder out of another.
+    """Return a parser with the flags shared by the tools that convert one model folder into another.
 
     Args:
         description: heads ``--help``.
-        folders: attribute -> help of a flag for a folder, which must be given.
+        folders: attribute -> help of the required flag for this folder.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, text in folders.items():
@@ -69,10 +69,10 @@ def rewrite(
 
 
 def plain_weights_of(folder: str | Path) -> PlainWeights | None:
-    """Return what the family of a model folder holds unquantized; None for a family that is not known.
+    """Return what the model family of a folder keeps unquantized; None for an unknown family.
 
     Raises:
-        ConfigError: it is not known, and nobody knows the names of what is beside the language model.
+        ConfigError: the family is unknown, and the model has more than a language model, under names unknown here.
     """
     from slime.backends.megatron_utils.models import plain_weights
     from slime.utils.files import read_model_config

@@ -1,9 +1,9 @@
-"""What a GGUF file says of itself: its keys, and the place of each tensor.
+"""Read a GGUF file's header: its keys, and the place of each tensor.
 
     GGUF | version | tensors | keys | key, type, value ... | tensor's name, sides, type, offset ... | data
 
-Every count and every length is compared with the bytes that are left, before anything of that size is made.  The
-``gguf`` package's own reader believes them all.
+Every count and length is compared with the bytes that are left before anything of that size is allocated.  The
+``gguf`` package's own reader trusts them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 _SMALLEST_KEY, _SMALLEST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 MAX_ITEMS = 8 << 20
-"""Of all lists; the package's reader makes a Python object of each."""
+"""Limit for all lists together; the package's reader makes a Python object of each item."""
 MAX_SIDES = 4
 DEFAULT_ALIGNMENT = 32
 
 
 @dataclass(frozen=True, slots=True)
 class ListInfo:
-    """A list among the keys, which stays in the file."""
+    """A list among the keys, which is left in the file."""
 
     is_text: bool
     count: int
@@ -43,14 +43,14 @@ class Header:
     fields: dict[str, Any]
     """Numbers, texts and lists by key."""
     shapes: dict[str, tuple[int, ...]]
-    """The side that varies fastest last, as in torch."""
+    """As in torch: the dimension that varies fastest comes last."""
 
 
 def read_gguf_header(path: Path) -> Header:
-    """Return the header of a file, all of whose tensors are in it.
+    """Return the header of a file that contains all of its tensors.
 
     Raises:
-        ConfigError: the file is missing, cut, or says what cannot be.
+        ConfigError: the file is missing, cut short, or contradicts itself.
     """
     if not path.is_file():
         raise ConfigError(f"--gguf {path} is no file")
@@ -64,7 +64,7 @@ def read_gguf_header(path: Path) -> Header:
 
 
 class _Bounded:
-    """A file, of which nothing is read that is not there."""
+    """A file that is never read beyond its end."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -73,7 +73,7 @@ class _Bounded:
         self._items_left = MAX_ITEMS
 
     def header(self) -> Header:
-        """Read the file's head."""
+        """Read the header."""
         if self._bytes(4, "the magic") != MAGIC:
             raise ValueError(f"it does not begin with {MAGIC!r}")
         if (version := self._number("I", "the version")) not in VERSIONS:

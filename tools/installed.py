@@ -1,4 +1,4 @@
-"""What is installed, against the versions that are pinned, and what the recipes of ``scripts/`` need besides."""
+"""Compare the installed packages with the pinned versions, and with what the recipes of ``scripts/`` need."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from slime.utils import env
 REPO = Path(__file__).resolve().parents[1]
 GOOD, BAD, UNKNOWN = "good", "bad", "unknown"
 Row = tuple[str, str, str]
-"""Verdict, what it is about, text."""
+"""Verdict, subject, text."""
 FEW, MANY = 10, 40
-"""Unlike packages are named up to the first number, recipes below the second."""
+"""Differing packages are named up to the first number, recipes below the second."""
 OF_CPU = re.compile(r"run-tiny-cpu.*\.sh")
 MAIN = {
     "cpu": ("torch", "sglang", "sglang-router", "megatron-core", "ray", "transformers", "pyarrow", "numpy"),
@@ -30,30 +30,30 @@ MAIN = {
         *("sglang-router", "megatron-core", "ray", "pyarrow", "numpy"),
     ),
 }
-"""The packages with a row each; all others share one."""
+"""Packages that get a row each; all others share one."""
 HAS_ENGINES = r"\A(?!.*--debug-train-only)"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Something that an environment for GPUs may lack, and what the recipes that want it look like."""
+    """Something that an environment for GPUs may lack, and a pattern of the recipes that need it."""
 
     name: str
     comes_with: str
-    """The package, where the lock has it; else how to install it."""
+    """The package that brings it, if the lock has it; otherwise how to install it."""
     is_there: Callable[[], bool]
     wanted_by: str
-    """A regular expression that the recipe's text has, comments apart."""
+    """A regular expression that matches the recipe's text without comments."""
     without: str
 
 
 def has_module(name: str) -> Callable[[], bool]:
-    """Return a question for a module that can be found."""
+    """Return a function that tells whether a module can be found."""
     return lambda: importlib.util.find_spec(name) is not None
 
 
 def has_library(module: str, pattern: str) -> Callable[[], bool]:
-    """Return a question for a file in a module's folder."""
+    """Return a function that tells whether a module's folder has a file."""
 
     def look() -> bool:
         spec = importlib.util.find_spec(module)
@@ -64,13 +64,13 @@ def has_library(module: str, pattern: str) -> Callable[[], bool]:
 
 
 def has_nvcc() -> bool:
-    """Look for CUDA's compiler where flashinfer does."""
+    """Look for CUDA's compiler where flashinfer looks."""
     home = env.get_str("CUDA_HOME") or env.get_str("CUDA_PATH") or "/usr/local/cuda"
     return shutil.which("nvcc") is not None or Path(home, "bin/nvcc").is_file()
 
 
 def has_c() -> bool:
-    """Look for a C compiler and Python's headers, which Triton starts its kernels with."""
+    """Look for a C compiler and Python's headers, which Triton needs to start its kernels."""
     header = Path(sysconfig.get_path("include"), "Python.h")
     return header.is_file() and any(shutil.which(name) for name in ("cc", "gcc", "clang"))
 
@@ -134,11 +134,11 @@ PARTS = (
         "slime refuses the flag",
     ),
 )
-"""What --moe-enable-deepep asks for is no row: the trainer takes its own dispatcher without it."""
+"""--moe-enable-deepep has no row: without DeepEP, the trainer uses its own dispatcher."""
 
 
 def kind() -> str:
-    """Return which environment this is, cpu or gpu: what ``make install`` noted, else what the machine has."""
+    """Return the kind of this environment, cpu or gpu: as ``make install`` noted it, else by the machine."""
     note = Path(sys.prefix) / ".kind"
     if note.is_file():
         return note.read_text(encoding="utf-8").strip()
@@ -146,7 +146,7 @@ def kind() -> str:
 
 
 def pins(name: str) -> dict[str, str]:
-    """Return the versions by package that an environment's lock has."""
+    """Return package -> version from an environment's lock."""
     files = ("cpu.lock.txt", "torch.txt") if name == "cpu" else ("gpu.lock.txt",)
     lines = [line for file in files for line in (REPO / "requirements" / file).read_text(encoding="utf-8").split("\n")]
     return dict(line.split("==", 1) for line in lines if re.match(r"[\w.-]+==", line))
@@ -160,7 +160,7 @@ def _installed(package: str) -> str | None:
 
 
 def packages(name: str) -> Iterator[Row]:
-    """Yield a row for each main package, and one for all others: the version here, and the pinned one.
+    """Yield a row for each main package, and one for all others: the installed version and the pinned one.
 
     Args:
         name: the environment, cpu or gpu.
@@ -187,7 +187,7 @@ def packages(name: str) -> Iterator[Row]:
 
 
 def recipes() -> dict[str, str]:
-    """Return each recipe's text without comments, and behind it the text of the recipe that it ends in."""
+    """Return each recipe's text without comments, followed by that of the recipe that it calls at its end."""
     texts = {
         str(path.relative_to(REPO / "scripts")): re.sub(r"^\s*#.*$", "", path.read_text(encoding="utf-8"), flags=re.M)
         for pattern in ("run-*.sh", "low_precision/run-*.sh")
@@ -200,7 +200,7 @@ def recipes() -> dict[str, str]:
 
 
 def what_recipes_lack(name: str) -> Iterator[Row]:
-    """Yield a row for each part that recipes want: whether it is here, and which would not run without it.
+    """Yield a row for each part that recipes need: whether it is installed, and which recipes need it.
 
     Args:
         name: the environment, cpu or gpu.

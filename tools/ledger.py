@@ -6,8 +6,8 @@
     slime ledger runs/tiny/save/ledger --prompt "What is 3"  by the beginning of the prompt
     slime ledger runs/tiny/save/ledger --check               nothing lost, trained twice or damaged
 
-It begins at the last checkpoint.  The run may be writing it at the same time.  ``--check`` reads every byte, and exits
-with code 1 when the invariant is broken or a file is damaged, cut short or missing.
+The ledger begins at the last checkpoint.  The run may still be writing it.  ``--check`` reads every byte, and exits
+with code 1 if the invariant is broken or a file is damaged, cut short or missing.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ DISCARDED = "discarded"
 
 
 class Balance:
-    """The place of each group, after all events that were not rolled back.
+    """The place of each group after all events that were not rolled back.
 
     issued = trained + handed over, not yet trained + filtered + discarded + waiting in the buffer + in flight
 
-    Invariant: ``place`` has every group that was issued, once.
+    Invariant: ``place`` holds every issued group exactly once.
     """
 
     def __init__(self, state: ReplayState) -> None:
@@ -86,7 +86,7 @@ class Balance:
         self.place[name] = place
 
     def totals(self) -> dict[str, int]:
-        """Return counts of groups by place, of rollouts and of processes."""
+        """Return the number of groups by place, of rollouts, and of processes."""
         counts = Counter(self.place.values())
         rollouts = self._state.rollouts.values()
         return {
@@ -98,7 +98,7 @@ class Balance:
         }
 
     def problems(self) -> list[str]:
-        """Return one sentence for a damage of a file, and for each group that is lost or was trained twice."""
+        """Return one sentence for each damaged file, and for each group that is lost or was trained twice."""
         return [f"damaged, {self._state.damage}"] * bool(self._state.damage) + self._problems
 
 
@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def checked(records: Iterator[Record], damaged: list[str]) -> Iterator[Record]:
-    """Yield the records, and note those whose samples are not as they were written."""
+    """Yield the records, and note those whose samples differ from what was written."""
     for record in records:
         try:
             record.read_blob()
@@ -165,7 +165,7 @@ def find(records: Iterator[Record], options: argparse.Namespace) -> dict[int, li
 
 
 def _concerns(record: Record, known: list[Record]) -> bool:
-    """Return True when an event of a rollout is one of this group."""
+    """Return whether an event of a rollout concerns this group."""
     handed = [earlier.head["r"] for earlier in known if earlier.kind is Kind.HANDED]
     if record.kind is Kind.PUBLISHED:
         is_new = known[-1].kind is not Kind.PUBLISHED

@@ -1,4 +1,4 @@
-"""Plan a run on a machine without GPUs: check the flags, and print layout, memory and traffic.
+"""Plan a run on a machine without GPUs: check its flags, and print layout, memory and traffic.
 
     slime plan scripts/run-deepseek-r1.sh
     slime plan --gpu H200 scripts/run-qwen3-4B.sh --max-tokens-per-gpu 16384
@@ -43,7 +43,7 @@ def image_size(text: str) -> tuple[int, int]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the tool's own flags; all others are the run's."""
+    """Return the parser of the tool's own flags; all others belong to the run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -71,7 +71,7 @@ def read_lengths(file: str) -> tuple[int, ...]:
     """Read the number of tokens of each sample of a rollout.
 
     Raises:
-        ConfigError: the file is not there, or holds something else.
+        ConfigError: the file is missing, or holds something else.
     """
     try:
         lengths = json.loads(Path(file).read_text())

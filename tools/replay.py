@@ -1,17 +1,17 @@
-"""Take any past step of a run again, from its recorded samples and the nearest checkpoint before it.
+"""Repeat any past step of a run, from its recorded samples and the nearest checkpoint before it.
 
     slime replay RUN --step 12                    the same samples, micro-batches, loss, gradient and weights
-    slime replay RUN --step 12 --set eps_clip=0.1 what that step would have been
+    slime replay RUN --step 12 --set eps_clip=0.1 the same step with a changed flag
     slime replay RUN --step 12 --pdb              in a debugger, from the first line of the step
     slime replay RUN --step 12 --micro-batch 3    the gradient of this micro-batch alone
-    slime replay RUN --step 12 --rollout          the answers again, where the engine is deterministic
+    slime replay RUN --step 12 --rollout          generate the answers again, where the engine is deterministic
     slime replay RUN --step 12 --sample 5         the log-probs of sample 5 under every kept checkpoint
 
 Steps are counted from 1, as in the step line.  A trainer of one rank runs in this process; one of several ranks is
-started through Ray, as ``train.py`` does.  The replay is a run of its own in ``RUN/replays``, whose record is compared
-with the run's: exits with 0 when the step is the same to the bit (or flags were changed), with 1 when it is not.  On
-another layout (one process for a trainer of several ranks, or ``--set tensor_model_parallel_size=2``) sums have
-another order: loss, gradient norm and log-probs are then compared within ``BOUNDS``.
+started through Ray, as by ``train.py``.  The replay is itself a run, in ``RUN/replays``, whose record is compared with
+that of the original: exits with 0 if the step is equal to the bit (or flags were changed), with 1 if it is not.  On
+another layout (one process for a trainer of several ranks, or ``--set tensor_model_parallel_size=2``), sums are taken
+in another order; loss, gradient norm and log-probs are then compared within ``BOUNDS``.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from tools.replay_rollout import replay_rollout
 from tools.terminal import say
 
 FOLLOWS = {"changed", "on_nan", "debug_train_only", "rollout_global_dataset", "rollout_num_gpus", "trainer_recovery"}
-"""Settings that another value has in every replay."""
+"""Settings that differ in every replay."""
 BOUNDS = {
     "fp32": {"train/loss": 1e-5, "train/grad_norm": 1e-4, "log-probs": 1e-5},
     "bf16": {"train/loss": 1e-3, "train/grad_norm": 2e-2, "log-probs": 2e-2},
 }
-"""How far a step may be from the recorded one on another layout: loss and gradient norm relative (absolute below 1),
-log-probs by the mean difference of a token."""
+"""Largest differences from the recorded step on another layout: loss and gradient norm relative (absolute below 1),
+log-probs as the mean difference per token."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         replay = plan(run, options.step, options.out, options.load)
         replay.changes = options.set
         if (folder := run.config.get("folder")) and Path(folder).is_dir():
-            os.chdir(folder)  # paths of its flags may be relative
+            os.chdir(folder)  # paths in its flags may be relative
         needs_one = options.pdb or options.micro_batch is not None or options.sample is not None
         replay.in_one_process = needs_one or replay.num_ranks == 1 and not run.value("use_critic", False)
         has_steps_before = bool(options.set) and replay.begin != replay.rollout_id - 1
@@ -106,15 +106,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _check_critic(run: Run, *, needs_one: bool, is_saved: bool) -> None:
-    """Check what a run with a critic can replay.
+    """Check that a run with a critic can be replayed as asked.
 
     Args:
-        run: has a critic.
-        needs_one: the replay is to be one process.
-        is_saved: it leaves a checkpoint.
+        run: a run with a critic.
+        needs_one: the replay needs a single process.
+        is_saved: the replay keeps a checkpoint.
 
     Raises:
-        ConfigError: the critic cannot take part, or would write over the run's own checkpoints.
+        ConfigError: the critic cannot take part, or would overwrite the run's own checkpoints.
     """
     if needs_one:
         raise ConfigError(
@@ -134,7 +134,7 @@ def _check_critic(run: Run, *, needs_one: bool, is_saved: bool) -> None:
 
 
 def _take_steps_before(replay: Replay) -> None:
-    """Take the steps before the one whose flags are changed, as they were, and go on from there."""
+    """Take the steps before the one with changed flags, as they were, and continue from there."""
     folder = replay.folder / "before"
     say(f"Steps {replay.begin + 2} to {replay.rollout_id} come first, without --set.", flush=True)
     words = [str(replay.run.folder), "--step", str(replay.rollout_id), "--out", str(folder), "--save-checkpoint"]
@@ -158,7 +158,7 @@ def _take_steps(replay: Replay, options: Namespace) -> None:
 
 
 def _take_steps_on_ray(replay: Replay, options: Namespace) -> None:
-    """Run a job of the steps alone; ends the process when it fails."""
+    """Run a job of these steps only; ends the process if the job fails."""
     from slime.compose import parse_args, start_job
     from slime.ray.job import run
 
@@ -182,7 +182,7 @@ def _take_steps_on_ray(replay: Replay, options: Namespace) -> None:
 
 
 def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
-    """Return the run's trainer as the only rank, in this process."""
+    """Return the run's trainer in this process, as its only rank."""
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
     from slime.compose import parse_args, parts
     from slime.ext.record.run_record import RecordSink
@@ -202,7 +202,7 @@ def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
     if threads:
         import torch
 
-        torch.set_num_threads(threads[-1])  # sums on a CPU depend on it
+        torch.set_num_threads(threads[-1])  # sums on a CPU depend on the number of threads
     telemetry.start(args, "replay", (RecordSink,), primary=True)
     telemetry.event("start", rollout=replay.begin + 1, num_rollout=args.num_rollout)
     check_trainer_hooks(args)
@@ -225,7 +225,7 @@ def _start_worker(replay: Replay, micro_batch: int | None = None) -> Any:
 
 
 def _cut_to(micro_batch: int, data: Any, iterators: Sequence[Any]) -> list[Any]:
-    """Leave one micro-batch in the data; return iterators over it with the callback and loss terms of those given."""
+    """Leave one micro-batch in the data; return iterators over it with the callback and loss terms of the old ones."""
     from slime.backends.megatron_utils.data import get_data_iterator
 
     there = data.micro_batch_indices
@@ -238,7 +238,7 @@ def _cut_to(micro_batch: int, data: Any, iterators: Sequence[Any]) -> list[Any]:
     for whole, one in zip(iterators, cut, strict=True):
         one.loss_terms = whole.loss_terms
         if (attach := whole.attach) is not None:
-            # Its number in the step, by which experts to replay are kept, is now 0.
+            # Its number within the step, which selects the experts to replay, is now 0.
             one.attach = lambda packed, _, lengths, attach=attach: attach(packed, micro_batch, lengths)
     return cut
 
@@ -267,7 +267,7 @@ def _take_steps_here(replay: Replay, options: Namespace) -> None:
     telemetry.stop()
 
 
-# What came out
+# Results
 
 
 def _compare(replay: Replay, *, is_whole: bool) -> int:
@@ -287,7 +287,7 @@ def _compare(replay: Replay, *, is_whole: bool) -> int:
     digests["weights"] = (first.digests, second.digests)
     shown |= {f"digest of the {what}": [one.get(replay.rollout_id) for one in pair] for what, pair in digests.items()}
     for name, pair in shown.items():
-        if pair != [None, None]:  # the run has no critic, or trained it alone
+        if pair != [None, None]:  # the run has no critic, or trained only the critic
             say(f"{name:32}{pair[0]!s:>24}{pair[1]!s:>24}")
     differences = list(first_differences(first, second))
     for what, step, size in differences:
@@ -303,7 +303,7 @@ def _compare(replay: Replay, *, is_whole: bool) -> int:
 
 
 def _is_within_bounds(replay: Replay, first: Run, second: Run) -> bool:
-    """Print how far a step on another layout is from the recorded one, beside the bounds that it has to keep."""
+    """Print how far a step on another layout is from the recorded one, beside the allowed bounds."""
     bounds = BOUNDS["fp32" if first.value("fp32") else "bf16"]
     errors = {}
     for name in bounds.keys() - {"log-probs"}:
@@ -325,7 +325,7 @@ def _trainer_log_probs(run: Run, rollout_id: int) -> list[float]:
 
 
 def _print_sample(replay: Replay, position: int) -> None:
-    """Print the log-probs of one sample under every checkpoint at hand, and as they were recorded."""
+    """Print the log-probs of one sample under every available checkpoint, and the recorded ones."""
     from slime.backends.megatron_utils import checkpoint
     from slime.backends.megatron_utils.data import get_data_iterator, prepare_rollout_data
     from slime.backends.megatron_utils.flags.model_dims import schedule_config
@@ -354,7 +354,7 @@ def _print_sample(replay: Replay, position: int) -> None:
             weights = {"load": str(replay.run.folder), "ckpt_step": begin, "finetune": True}
             checkpoint.load_checkpoint(Namespace(**vars(args) | weights), worker.model)
         elif begin != replay.begin:
-            continue  # the start; the worker did not begin there
+            continue  # the run's start, where the worker did not begin
         read = forward_only(get_log_probs_and_entropy, args, worker.model, iterators, data.num_microbatches)
         columns["start" if begin == FROM_START else f"step {begin + 1}"] = read["log_probs"][0].tolist()
     columns = {name: values for name, values in columns.items() if values}

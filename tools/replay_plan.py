@@ -1,4 +1,4 @@
-"""What ``tools/replay.py`` needs of a run: where to begin, the samples, and the flags."""
+"""What ``tools/replay.py`` needs to know about a run: where to begin, the samples, and the flags."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from slime.utils.types import Sample
 from tools.cli import parse_bool
 
 SCRIPT = str(Path(__file__).resolve().parents[1] / "train.py")
-"""Of the replay; Ray's workers import from its folder, whatever the current one is."""
+"""The script that a replay runs; Ray's workers import from its folder, whatever the current one is."""
 FROM_START = -1
-"""The place of a checkpoint: what the run began with."""
+"""Stands for the weights that the run began with, in place of a checkpoint."""
 LEFT_OUT = frozenset(
     "--load --save --save-interval --save-hf --async-save --keep-last --no-save-optim --lora-save --ckpt-step "
     "--finetune --no-load-optim --no-load-rng --start-rollout-id --num-rollout --num-epoch --prompt-data "
@@ -31,65 +31,65 @@ LEFT_OUT = frozenset(
     "--trainer-recovery --memory-checkpoint-interval --spare-nodes --supervise --preemption-grace-s "
     "--weight-push-failure".split()
 )
-"""Flags of the run that say where it began, what it left behind, and how it shared GPUs with engines."""
+"""Flags of the run about where it began, what it stored, and how it shared GPUs with engines."""
 OF_ENGINES = frozenset(
     "--colocate --offload --offload-train --offload-rollout --use-fault-tolerance --check-weight-update-equal "
     "--weight-push-failure".split()
 )
-"""Flags of these that a rollout has again."""
+"""The flags above that a replayed rollout keeps."""
 NOT_IN_A_ROLLOUT = frozenset(
     "--over-sampling-batch-size --dynamic-sampling-filter-path --partial-rollout --data-source-path "
     "--buffer-filter-path --rollout-sample-filter-path --rollout-sample-hook-path --rollout-ledger-dir".split()
 )
-"""Flags by which a rollout chooses among groups: here each is one that it has kept."""
+"""Flags by which a rollout chooses among groups; a replay generates only groups that were kept."""
 LAYOUT = frozenset(
     "--actor-num-nodes --actor-num-gpus-per-node --tensor-model-parallel-size --pipeline-model-parallel-size "
     "--context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size --sequence-parallel "
     "--num-layers-per-virtual-pipeline-stage --virtual-pipeline-model-parallel-size "
     "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --allgather-cp".split()
 )
-"""Flags that say how the trainer's ranks divide the model and the batch; one process goes without them."""
+"""Flags about how the trainer's ranks divide the model and the batch; dropped for a single process."""
 
 
 @dataclass
 class Replay:
-    """What is done again."""
+    """What to replay."""
 
     run: Run
     rollout_id: int
-    """Of the step."""
+    """Rollout of the step."""
     begin: int
-    """The checkpoint after this rollout, or ``FROM_START``."""
+    """Begin with the checkpoint after this rollout, or with ``FROM_START``."""
     folder: Path
-    """Of the replay's own files."""
+    """Holds the replay's own files."""
     load: Path | None = None
-    """Folder of the checkpoint; None for the run's own."""
+    """Folder of the checkpoint; None: the run's own."""
     changes: list[str] = field(default_factory=list)
-    """``NAME=VALUE``."""
+    """Changed flags as ``NAME=VALUE``."""
     in_one_process: bool = False
 
     @property
     def num_ranks(self) -> int:
-        """Of the replay's trainer, where it is not forced into one process."""
+        """Ranks of the replay's trainer, unless it is forced into one process."""
         changed_to = dict(_name_and_value(one) for one in self.changes)
         names = ("actor_num_nodes", "actor_num_gpus_per_node")
         return math.prod(int(changed_to.get(name) or self.run.value(name, 1)) for name in names)
 
     @property
     def on_another_layout(self) -> bool:
-        """True where the ranks divide the model or the batch otherwise than those of the run."""
+        """True if the ranks divide the model or the batch in another way than those of the run."""
         ranks = 1 if self.in_one_process else self.num_ranks
         of_run = self.run.value("actor_num_nodes", 1) * self.run.value("actor_num_gpus_per_node", 1)
         return ranks != of_run or any(self.is_of_layout(change) for change in self.changes)
 
     @staticmethod
     def is_of_layout(change: str) -> bool:
-        """Return True where a ``NAME=VALUE`` sets a flag of ``LAYOUT``."""
+        """Return whether a ``NAME=VALUE`` sets a flag of ``LAYOUT``."""
         return "--" + _name_and_value(change)[0].replace("_", "-") in LAYOUT
 
     @property
     def rollouts(self) -> range:
-        """The rollouts that are trained on, those before the step included."""
+        """The rollouts that are trained on, including those before the step."""
         return range(self.begin + 1, self.rollout_id + 1)
 
 
@@ -98,14 +98,14 @@ def _name_and_value(change: str) -> tuple[str, str]:
     return name.removeprefix("--").replace("-", "_"), value
 
 
-# What there is to replay
+# What can be replayed
 
 
 def plan(run: Run, step: int, folder: Path | None = None, load: Path | None = None) -> Replay:
-    """Return what replays a step, counted from 1.
+    """Return the replay of a step, counted from 1.
 
     Raises:
-        DataError: the checkpoints or samples for it are gone; the message names the nearest step that has them.
+        DataError: its checkpoints or samples are gone; the message names the nearest step that can be replayed.
     """
     rollout_id = step - 1
     begins = [rollout_id - 1] if load is not None else places_to_begin(run)
@@ -127,14 +127,14 @@ def plan(run: Run, step: int, folder: Path | None = None, load: Path | None = No
 
 
 def places_to_begin(run: Run) -> list[int]:
-    """Return the rollouts after which the run has a checkpoint, and the start."""
+    """Return the rollouts after which the run has a checkpoint, and ``FROM_START``."""
     saved = [int(path.parent.name[5:]) for path in run.folder.glob("iter_???????/metadata.json")]
     starts = [one["rollout"] for one in run.events if one["event"] == "start" and one.get("rollout") is not None]
     return sorted({*saved, *([starts[0] - 1] if starts else [])})
 
 
 def _begin_of(run: Run, begins: Sequence[int], rollout_id: int) -> int | None:
-    """Return the last place before a rollout from which all samples are there."""
+    """Return the last place before a rollout from which all samples are recorded."""
     known = {rollout_of(path) for path in run.sample_files()}
     before = max((one for one in begins if one < rollout_id), default=None)
     if before is None or not known.issuperset(range(before + 1, rollout_id + 1)):
@@ -143,10 +143,10 @@ def _begin_of(run: Run, begins: Sequence[int], rollout_id: int) -> int | None:
 
 
 def recorded_samples(run: Run, rollout_id: int) -> list[Sample]:
-    """Return the samples that a rollout was trained on, in their order.
+    """Return the samples that a rollout was trained on, in order.
 
     Raises:
-        DataError: the record has not all of them, or not all of each.
+        DataError: the record lacks some of them, or parts of some.
     """
     rows = sorted(
         (row for row in run.samples(rollout_id) if row["position"] is not None), key=lambda row: row["position"]
@@ -199,7 +199,7 @@ def _flags(replay: Replay, left_out: frozenset[str]) -> list[str]:
     if replay.load is not None or (run.folder / f"iter_{replay.begin:07d}").is_dir():
         words += ["--load", str(replay.load or run.folder), "--ckpt-step", str(replay.begin)]
     elif (first := _value_of(given, "--load")) not in (None, _value_of(given, "--save"), str(run.folder)):
-        words += ["--load", str(first)]  # another run's; its own was empty at the start
+        words += ["--load", str(first)]  # a checkpoint of another run; this run's own folder was empty at the start
     return words
 
 
@@ -217,7 +217,7 @@ def _groups(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def without(words: Sequence[str], flags: frozenset[str]) -> list[str]:
-    """Return a command line without some flags and their values."""
+    """Return a command line without the given flags and their values."""
     return [word for group in _groups(words) if group[0].partition("=")[0] not in flags for word in group]
 
 

@@ -1,7 +1,7 @@
-"""A rollout again: its recorded prompts through real engines, with the weights of the checkpoint before it.
+"""Repeat a rollout: send its recorded prompts to real engines with the weights of the checkpoint before it.
 
-What ``tools/replay.py RUN --step K --rollout`` does.  An engine draws the same tokens where it is deterministic
-(``--sglang-enable-deterministic-inference``), for every answer that one version of the weights drew as a whole.
+This is ``tools/replay.py RUN --step K --rollout``.  With ``--sglang-enable-deterministic-inference``, an engine draws
+the same tokens again for every answer that was drawn by a single version of the weights.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tools.replay_plan import SCRIPT, Replay, recorded_samples, rollout_flags_of
 from tools.terminal import say
 
 FILE = "prompts.pt"
-"""In the replay's folder."""
+"""Name of the prompts' file in the replay's folder."""
 
 
 class RecordedGroups(DataSource):
-    """The groups of one recorded rollout, nothing answered yet, as ``--data-source-path``."""
+    """The groups of one recorded rollout, not yet answered, for ``--data-source-path``."""
 
     def __init__(self, args: Namespace) -> None:
         samples = load_rollout_dump(str(Path(args.save, FILE)), 0)
@@ -34,7 +34,7 @@ class RecordedGroups(DataSource):
         """Return the next groups.
 
         Raises:
-            DataError: there are no more; a group was given up.
+            DataError: none are left; a group was given up.
         """
         if len(self._groups) < num_samples:
             raise DataError(f"the recorded rollout has {len(self._groups)} groups left, {num_samples} are asked for")
@@ -46,7 +46,7 @@ class RecordedGroups(DataSource):
         self._groups = samples + self._groups
 
     def save(self, rollout_id: int) -> None:
-        """Store nothing: the record has it all."""
+        """Store nothing: the record has everything."""
 
     def load(self, rollout_id: int | None = None) -> None:
         """Restore nothing."""
@@ -67,7 +67,7 @@ def replay_rollout(replay: Replay) -> int:
     """Generate the rollout again through a real job without a training step; return the exit code.
 
     Raises:
-        DataError: the checkpoint just before the step is gone.
+        DataError: the checkpoint just before the step no longer exists.
     """
     if replay.begin != replay.rollout_id - 1:
         raise DataError(
@@ -96,7 +96,7 @@ def replay_rollout(replay: Replay) -> int:
 
 
 def _compare(replay: Replay, samples: list[Sample]) -> int:
-    """Print how many answers are the same, and the first that is not."""
+    """Print how many answers are equal, and the first that differs."""
     again = {sample.index: sample for sample in recorded_samples(read_run(replay.folder), replay.rollout_id)}
     others = [sample for sample in samples if again[sample.index].tokens != sample.tokens]
     mixed = sum(len(set(sample.weight_versions)) > 1 for sample in samples)

@@ -1,4 +1,4 @@
-"""Serve the log-probs of a Megatron model: a distillation teacher of any layout, on GPUs of its own.
+"""Serve the log-probs of a Megatron model: a distillation teacher of any layout, on its own GPUs.
 
     torchrun --nproc-per-node 8 tools/serve_teacher.py --hf-checkpoint MODEL --load TEACHER \\
         --tensor-model-parallel-size 8 --max-tokens-per-gpu 16384 --teacher-port 7999
@@ -31,7 +31,7 @@ from tools.cli import logged_run
 from tools.convert_hf_to_torch_dist import join_world, parse_training_flags, with_layout
 
 HOST = "0.0.0.0"
-"""Students are on other machines."""
+"""Students run on other machines."""
 
 
 def serve(args: Namespace) -> None:
@@ -45,7 +45,7 @@ def serve(args: Namespace) -> None:
     args = join_world(with_layout(args))
     has_secret = args.job_secret_file and dist.get_rank() == 0
     secret = secret_of_file(Path(args.job_secret_file), "--job-secret-file") if has_secret else None
-    # A collective that hangs has no other deadline before the first request.
+    # Until the first request, nothing else ends a collective that hangs.
     faulthandler.dump_traceback_later(config.teacher_warmup_timeout_s, exit=True)
     with _answer_unready(config.teacher_warmup_port if dist.get_rank() == 0 else None):
         scorer = Scorer(args, load_all(parts(args).transforms))
@@ -72,7 +72,7 @@ def serve(args: Namespace) -> None:
 
 @contextlib.contextmanager
 def _answer_unready(port: int | None) -> Iterator[None]:
-    """Answer 503 at ``/healthz`` of ``port`` inside the block."""
+    """Answer 503 at ``/healthz`` of ``port`` within the block."""
     if port is None:
         yield
         return

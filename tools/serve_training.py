@@ -1,4 +1,4 @@
-"""Serve training: loops on the side of clients, with the `tinker` package, adapters of one model on our GPUs.
+"""Serve training: clients run their loops with the `tinker` package and train adapters of one model on our GPUs.
 
     slime serve-training --hf-checkpoint MODEL --lora-rank 32 --max-tokens-per-gpu 8192 --training-api-port 8600
 
@@ -24,7 +24,7 @@ if __name__ == "__main__":
         parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         add_training_api_arguments(parser)
         parser.parse_args()
-    sys.argv[1:] = first_look([*SERVICE_FLAGS, *sys.argv[1:]])  # before the imports below take their seconds
+    sys.argv[1:] = first_look([*SERVICE_FLAGS, *sys.argv[1:]])  # before the slow imports below
     if find_spec("tinker") is None:
         sys.exit(
             "slime serve-training needs the package tinker, whose messages it reads; pip install -e '.[training-api]'"
@@ -36,7 +36,7 @@ from slime.ext.training_api.megatron_backend import check_service, max_length, s
 
 
 def check(args: Namespace) -> None:
-    """Refuse flags with which no service can run."""
+    """Reject flags with which no service can run."""
     check_service(args)
     read_keys(TrainingApiConfig.of(args))
 

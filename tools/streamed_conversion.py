@@ -1,8 +1,8 @@
-"""A Hugging Face checkpoint into a ``torch_dist`` checkpoint, tensor by tensor.
+"""Convert a Hugging Face checkpoint to a ``torch_dist`` checkpoint, tensor by tensor.
 
-The model is built for its names, shapes and layout only: its parameters are memory that nothing ever touches, so that
-they take up addresses but no pages.  When the writer asks for one, the Hugging Face tensors that it is made of are
-read, joined and cut, and forgotten once they are written.
+The model is built only for its names, shapes and layout: its parameters are memory that nothing ever touches, which
+takes up addresses but no pages.  When the writer asks for a parameter, the Hugging Face tensors that it consists of
+are read, joined and sliced, and released once they are written.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def convert_hf_checkpoint(args: Namespace, source: str | Path) -> Path:
         weight_map, dims = family_of_folder(source, args.model_name).weight_map, model_dims(args)
         weights = _Weights(model, tensors, weight_map, dims, bar)
         state = {**common_state(args, RELEASE), **model_state(model)}
-        # One file: its tensors are written in their order, so that what is read serves those that follow.
+        # One file, whose tensors are written in order, so that what is read serves the tensors that follow.
         write_checkpoint(state, folder, planner=_Planner(weights), writer_threads=1, resplit=weights.in_reading_order)
-        # Every rank has read only what it writes.
+        # Each rank has read only what it writes.
         tensors.read = set().union(*gather_objects(tensors.read))
         check_all_used(tensors, weight_map, dims)
     if dist.get_rank() == 0:
@@ -78,7 +78,7 @@ def convert_hf_checkpoint(args: Namespace, source: str | Path) -> Path:
 
 
 def _mark_splits(model: Sequence[torch.nn.Module]) -> None:
-    """Say how tensor parallelism cuts each matrix; megatron-core says it while it initializes them."""
+    """Set how tensor parallelism splits each matrix; megatron-core sets this while it initializes them."""
     dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for chunk in model:
         for module in chunk.modules():
@@ -89,7 +89,7 @@ def _mark_splits(model: Sequence[torch.nn.Module]) -> None:
 
 
 def _progress() -> tqdm:
-    """Return a progress bar over this rank's bytes; rank 0 shows it, on a terminal."""
+    """Return a progress bar over this rank's bytes, shown only by rank 0 on a terminal."""
     return tqdm(desc="convert", unit="B", unit_scale=True, disable=None if dist.get_rank() == 0 else True)
 
 
@@ -103,7 +103,7 @@ class _Span(NamedTuple):
 
 
 class _Weights:
-    """Gives, for a view of a parameter's untouched memory, what ought to be there."""
+    """Returns the values that belong to a view of a parameter's untouched memory."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _Weights:
         self._spans = sorted(spans)
         self._starts = [span.start for span in self._spans]
         self._last: tuple[str, Tensor] | None = None
-        """Of a matrix of gate and up, one half is asked for after the other."""
+        """The last matrix of gate and up: its two halves are requested one after the other."""
 
     def _find(self, address: int) -> _Span | None:
         index = bisect.bisect_right(self._starts, address) - 1
@@ -130,7 +130,7 @@ class _Weights:
 
     @torch.no_grad()
     def read(self, view: Tensor) -> Tensor:
-        """Return the values that belong into ``view``, in new memory; ``view`` itself if it is in no parameter."""
+        """Return the values that belong to ``view``, in new memory; ``view`` itself if it is in no parameter."""
         span = self._find(view.data_ptr())
         if span is None:
             return view
@@ -145,10 +145,10 @@ class _Weights:
         if storage.resizable() and storage.nbytes() == part.nbytes:
             self._last = None
             return part
-        return part.clone()  # of a half, a rank's rows, or a part of the mapped file
+        return part.clone()  # of a half, of a rank's rows, or of a part of the mapped file
 
     def in_reading_order(self, shards: Shards) -> Shards:
-        """Make entries of experts that are stacked in one parameter, in the order of their numbers."""
+        """Sort the entries of experts that are stacked in one parameter by expert number."""
         parted = {
             key: sorted((p for e in entries for p in self._parts(e)), key=_order) for key, entries in shards.items()
         }
@@ -183,12 +183,12 @@ def _order(entry: Any) -> tuple[int, ...]:
 
 
 class _Planner(HostPlanner):
-    """Asks for each tensor when its turn to be written comes."""
+    """Requests each tensor when it is about to be written."""
 
     def __init__(self, weights: _Weights) -> None:
         super().__init__()
         self._weights = weights
 
     def on_host(self, value: Tensor) -> Tensor:
-        """Return what belongs into the untouched memory."""
+        """Return the values that belong to the untouched memory."""
         return self._weights.read(value)

@@ -1,8 +1,8 @@
-"""The model in a ``torch_dist`` checkpoint, parameter by parameter, in one process and without a model.
+"""Read the model in a ``torch_dist`` checkpoint, parameter by parameter, in one process and without building it.
 
-Layers and experts that are stacked in one tensor on disk come one by one, and are read in the slices in which they
-were written: at most one of these is in memory.  Checkpoints of Megatron-LM are read too; classes in them that are
-not installed are passed over.
+Layers and experts that are stacked in one tensor on disk are returned one by one, and read in the slices in which they
+were written; at most one slice is in memory.  Checkpoints of Megatron-LM can be read too; classes in them that are
+not installed are skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NOT_WEIGHTS = re.compile(r"optimizer|_state")
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """A slice of a tensor on disk that is read at once."""
+    """A slice of a tensor on disk that is read in one piece."""
 
     key: str
     """Name on disk."""
@@ -46,10 +46,10 @@ class TorchDistFolder:
     """One checkpoint folder, ``iter_0000012`` or ``release``."""
 
     def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
-        """Read what the folder says of itself.
+        """Read the folder's metadata.
 
         Raises:
-            DataError: it is no complete checkpoint, or damaged.
+            DataError: it is not a complete checkpoint, or is damaged.
         """
         self._reader = CheckpointReader(folder, verify=verify)
         self.folder, self._metadata = self._reader.folder, self._reader.metadata
@@ -58,7 +58,7 @@ class TorchDistFolder:
         """Return the arguments of the run that saved the checkpoint.
 
         Raises:
-            DataError: it has none.
+            DataError: the checkpoint has none.
         """
         args = self._reader.read_common().get("args")
         if not isinstance(args, Namespace):
@@ -66,12 +66,12 @@ class TorchDistFolder:
         return args
 
     def vocabulary_rows(self) -> int | None:
-        """Return the rows of the embedding, padding included; None without one."""
+        """Return the rows of the embedding, including padding; None if it has no embedding."""
         entry = self._metadata.state_dict_metadata.get("embedding.word_embeddings.weight")
         return entry.size[0] if isinstance(entry, TensorStorageMetadata) else None
 
     def slices(self) -> list[StoredSlice]:
-        """List what there is of the model's tensors, in the slices in which it is read."""
+        """List the model's tensors as the slices to read."""
         slices = []
         for key, entry in sorted(self._metadata.state_dict_metadata.items()):
             if not isinstance(entry, TensorStorageMetadata) or _NOT_WEIGHTS.search(key):
@@ -83,7 +83,7 @@ class TorchDistFolder:
         return slices
 
     def read(self, stored: StoredSlice) -> list[tuple[str, Tensor]]:
-        """Read the parameters of a slice, under the names that they have in the whole model.  Thread-safe."""
+        """Read the parameters of a slice, under their names in the whole model.  Thread-safe."""
         key, part = stored.key, stored.slice
         entry = self._metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
@@ -120,7 +120,7 @@ def unstack(key: str, tensor: Tensor, offsets: Sequence[int]) -> Iterator[tuple[
 
 
 def _intervals(entry: TensorStorageMetadata, axes: int) -> list[list[tuple[int, int]]]:
-    """Return each axis's intervals to read separately: as written where it is stacked, else one interval."""
+    """Return each axis's intervals to read separately: as written if the axis is stacked, else one interval."""
     intervals = []
     for axis, size in enumerate(entry.size):
         starts = sorted({chunk.offsets[axis] for chunk in entry.chunks}) if axis < axes else [0]
@@ -129,7 +129,7 @@ def _intervals(entry: TensorStorageMetadata, axes: int) -> list[list[tuple[int, 
 
 
 class _Into(DefaultLoadPlanner):
-    """Puts what is read into one tensor."""
+    """Reads into one tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
@@ -137,9 +137,9 @@ class _Into(DefaultLoadPlanner):
         self._tensor = tensor
 
     def lookup_tensor(self, index: Any) -> Tensor:
-        """Return the tensor, into whose slice a stored chunk is then read."""
+        """Return the tensor; a stored chunk is then read into a slice of it."""
         return self._tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Count the elements of a chunk, which was read in place."""
+        """Count the elements of a chunk that was read in place."""
         self.num_read += tensor.numel()

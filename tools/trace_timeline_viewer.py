@@ -70,7 +70,7 @@ def build(dump: Path, *, rebuild: bool = False) -> tuple[Path, Path]:
 
 
 def read_traces(dump: Path) -> list[Any]:
-    """Return ``sample.trace`` of every sample of a dump; None for those without one."""
+    """Return ``sample.trace`` of every sample of a dump; None for samples without one."""
     return [sample.get("trace") for sample in read_dump(dump)]
 
 
@@ -85,10 +85,10 @@ class Slice:
     start: float
     end: float
     depth: int
-    """Spans that contain it."""
+    """Number of spans that contain it."""
     attrs: dict[str, Any] = field(default_factory=dict)
     is_open: bool = False
-    """It never ended: the work was cut off, or goes on."""
+    """It has no end: the work was cut off, or is still running."""
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Track:
 
 
 def tracks_of(traces: Sequence[Mapping[str, Any] | None]) -> list[Track]:
-    """Return a track for each trace (``sample.trace``), by group and sample; samples without one have none."""
+    """Return a track for each trace (``sample.trace``), by group and sample; samples without a trace get none."""
     tracks = [
         _track(trace, position)
         for position, trace in enumerate(traces)

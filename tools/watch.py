@@ -1,9 +1,9 @@
-"""Serve the report of a run while it goes on; the page loads itself again.
+"""Serve the report of a running run; the page reloads itself.
 
     slime watch RUN [--port 8123] [--host 0.0.0.0]
 
-On this machine alone unless --host says otherwise; then a browser needs the token of the address that is printed.  It
-goes over the network as it is, so from elsewhere this is better: ssh -L 8123:127.0.0.1:8123 HOST.
+Listens on this machine only, unless --host says otherwise; a browser then needs the token in the printed address.
+Traffic is not encrypted, so prefer a tunnel from elsewhere: ssh -L 8123:127.0.0.1:8123 HOST.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tools.report import encoded, fill_page, page_of
 from tools.terminal import plain, say
 
 FRESH_S = 10.0
-"""A page that is younger is served again."""
+"""A page younger than this is served again."""
 PAGE_S = 120.0
-"""For the page that another request has asked for."""
+"""How long to wait for a page that another request is making."""
 MAX_TOKEN = 200
 
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class _Page:
-    """The page of a run, made at most every ``FRESH_S``."""
+    """The page of a run, made at most once per ``FRESH_S``."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -90,7 +90,7 @@ class _Page:
 
 
 def server_of(run: Path, port: int, host: str = "127.0.0.1", token: str | None = None) -> PageServer:
-    """Return a server of the run's page; ``token`` is what a browser must know, None on the loopback address."""
+    """Return a server of the run's page; ``token`` is the token a browser needs, None on the loopback address."""
     page = _Page(run)
 
     class Answer(PageHandler):
