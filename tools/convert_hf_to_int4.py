@@ -160,7 +160,7 @@ def load_compressor() -> tuple[Any, Any]:
     except ImportError as error:
         raise ConfigError(
             f"GPTQ needs the package {PACKAGE}, which cannot be imported ({error}); pip install {PACKAGE}=={VERSION} "
-            "in an environment of its own, or use tools/convert_hf_to_int4_direct.py, which needs no calibration"
+            "in a separate environment, or use tools/convert_hf_to_int4_direct.py, which needs no calibration"
         ) from error
     return compressor.oneshot, modifiers.GPTQModifier
 

@@ -118,7 +118,7 @@ def _check_critic(run: Run, *, needs_one: bool, is_saved: bool) -> None:
     """
     if needs_one:
         raise ConfigError(
-            "This run has a critic, which takes its steps in processes of its own; drop --pdb, --micro-batch and "
+            "This run has a critic, which takes its steps in separate processes; drop --pdb, --micro-batch and "
             "--sample, which need one process."
         )
     folder = (run.value("critic_args", {}).get("role_overrides") or {}).get("save")

@@ -318,7 +318,7 @@ def advise_idle_gpus(args: Namespace) -> None:
 
 _NOT_WITH = {
     "train_async.py": {
-        "colocate": "trains while it generates: give the engines GPUs of their own with --rollout-num-gpus",
+        "colocate": "trains while it generates: give the engines their own GPUs with --rollout-num-gpus",
         "offload_rollout": "trains while it generates: drop it (and --offload, which stands for it)",
     },
     "train.py": {

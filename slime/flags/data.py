@@ -273,7 +273,7 @@ def advise_micro_batches(args: Namespace) -> None:
     if args.rollout_max_response_len > args.max_tokens_per_gpu * parts:
         logger.warning(
             "--rollout-max-response-len %d is more than the %d tokens of a micro-batch (--max-tokens-per-gpu %d x "
-            "--context-parallel-size %d): a longer sample makes a micro-batch of its own, and takes the memory of it.",
+            "--context-parallel-size %d): a longer sample becomes a larger micro-batch, and needs more memory.",
             args.rollout_max_response_len,
             args.max_tokens_per_gpu * parts,
             args.max_tokens_per_gpu,

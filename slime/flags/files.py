@@ -194,7 +194,7 @@ def _check_save_folder(folder: str, models: Mapping[str, str | None]) -> None:
         if other is not None and Path(other).resolve() == Path(folder).resolve():
             raise ConfigError(
                 f"--save and {flag} are both {other}: the first save would overwrite the model. Give the "
-                "checkpoints a folder of its own."
+                "checkpoints another folder."
             )
     save = Path(folder).absolute()
     there = next(path for path in (save, *save.parents) if path.exists())
@@ -256,7 +256,7 @@ def _check_starting_point(flag: str, found: CheckpointFolder, load: str, *, num_
     if isinstance(done, int) and num_rollout and done + 1 >= num_rollout:
         logger.warning(
             "%s %s has been trained up to rollout %d, and --num-rollout %d counts from the first: nothing is left to "
-            "do. Raise --num-rollout to go on.",
+            "do. Raise --num-rollout to continue.",
             flag,
             load,
             done,

@@ -2,7 +2,7 @@
 
 POST /buffer/write       {uid, instance_id, messages, reward, extra_info}
 POST /get_rollout_data   -> {success, message, data: {data: [item, ...], meta_info}}
-POST /start_rollout      runs the generator of ``task_type`` in a process of its own
+POST /start_rollout      runs the generator of ``task_type`` in a separate process
 GET  /status             groups that wait, and whether the generator runs
 
 Who writes an item decides what is trained: bodies are JSON, pages in a browser are refused
@@ -146,7 +146,7 @@ class GeneratorProcess:
             if self._secret_file is not None:
                 variables["SLIME_JOB_SECRET_FILE"] = str(self._secret_file.absolute())
                 variables["SLIME_JOB_SERVERS"] = " ".join(servers)
-            # A group of its own, so that its workers end with it.
+            # In a separate process group, so that its workers end with it.
             self._process = subprocess.Popen([sys.executable, *words], env=variables, start_new_session=True)
             logger.info("Generator %s runs as process %d.", generator.task_type, self._process.pid)
             return self._process.pid

@@ -49,7 +49,7 @@ class Findings:
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
-        """Try one thing; an exception inside is a failure of the plug-in, and the examination goes on."""
+        """Try one thing; an exception inside is a failure of the plug-in, and the check continues."""
         began = time.perf_counter()
         try:
             yield

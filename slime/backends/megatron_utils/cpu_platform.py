@@ -89,7 +89,7 @@ class _TypeName(str):
 
 
 class _Facade(types.ModuleType):
-    """A module with some attributes of its own; all others come from ``original``."""
+    """A module that replaces some attributes of ``original`` and passes on all others."""
 
     def __init__(self, original: types.ModuleType, **own: Any) -> None:
         super().__init__(original.__name__)

@@ -103,7 +103,7 @@ def add_distillation(
 
 
 def choose_teachers(data: DeviceBatch, answers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set the teachers' columns, in which each sample has the entry of its own teacher, ``teacher_names`` of the data.
+    """Set the teachers' columns: each sample gets the entry of the teacher that ``teacher_names`` of the data names.
 
     The rollout manager has checked the names (``args.named_columns``).
 

@@ -294,7 +294,7 @@ class MegatronServer:
         except SlimeError as error:
             return _json({"success": False, "message": str(error)}, 400)
         except TimeoutError:
-            message = f"Not loaded within {limit_s:g} s (--megatron-server-update-timeout-s); the load goes on."
+            message = f"Not loaded within {limit_s:g} s (--megatron-server-update-timeout-s); the load continues."
             return _json({"success": False, "message": message}, 504)
         return _json({"success": True, "message": f"loaded {folder} in {seconds:.1f} s"})
 

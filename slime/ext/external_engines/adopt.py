@@ -1,4 +1,4 @@
-"""External engines behind a router of the job, each a group of its own."""
+"""Put external engines behind a router of the job, each as a separate group."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The command that a launch script submits, read by running the script where it can do nothing.
 
-Whatever a script calls is one of three: a tool of ``HARMLESS``, run as it is; Python with ``-c`` or a text of its own,
-run too; anything else, written down and not done.  Isolation (``slime.isolation.view``) holds what goes past PATH:
-absolute paths, ``kill``, redirections.
+What a script calls is handled in one of two ways: tools in ``HARMLESS``, and Python with ``-c`` or an inline text, are
+run; anything else is only recorded.  Isolation (``slime.isolation.view``) contains what bypasses PATH: absolute paths,
+``kill``, redirections.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def _end(manager: Any, room: int) -> None:
 
 
 def _can_tell(manager: Any) -> bool:
-    """Return True for the transfers of Mooncake; other backends have ways of their own."""
+    """Return whether the transfers are Mooncake's; other backends report it in other ways."""
     return hasattr(manager, "sync_status_to_decode_endpoint")
 
 

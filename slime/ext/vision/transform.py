@@ -145,7 +145,7 @@ class VisionTower(ModelTransform):
             marks = vars(parameter)
             marks["is_constant_when_frozen"] = True
             if chunk.config.sequence_parallel:
-                marks["sequence_parallel"] = True  # megatron-core adds up the ranks' gradients, each of its own images
+                marks["sequence_parallel"] = True  # megatron-core sums the gradients of ranks' images
 
     def arguments(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the images of a micro-batch."""

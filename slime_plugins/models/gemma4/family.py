@@ -77,7 +77,7 @@ class Gemma4Layers:
     kinds: tuple[str, ...]
     """``sliding_attention`` or ``full_attention``."""
     num_sharing: int
-    """Number of last layers without keys and values of their own."""
+    """Number of last layers that reuse the keys and values of earlier ones."""
     window_heads: tuple[int, int]
     """Number of key heads and their width in sliding-window layers."""
     full_heads: tuple[int, int]

@@ -66,7 +66,7 @@ def choose_keys(
         query: [t, h, d]
         weight: [t, h] fp32, including all scales.
         key: [s, d]
-        stream: the sequences; a row sees the keys of its own sequence, up to its own.
+        stream: the sequences; a row sees the keys of its sequence up to its own position.
         first_row: index of row 0 in the stream.
         topk: keys per row.
     """

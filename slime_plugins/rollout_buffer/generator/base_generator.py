@@ -115,10 +115,10 @@ def _read_choice(answer: Any) -> tuple[str, str]:
 
 
 def read_instances(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return every instance as often as it is to be played, without those that ``skip_instance_ids`` names.
+    """Return every instance as many times as it is to be played, except those named in ``skip_instance_ids``.
 
-    A row has ``prompt`` (text or messages) or ``messages``, ``label`` and, if it has a name, ``instance_id``.  In
-    later epochs ids get a suffix, so that each epoch makes groups of its own.
+    A row has ``prompt`` (text or messages) or ``messages``, ``label``, and optionally ``instance_id``.  In later
+    epochs, ids get a suffix, so that each epoch makes separate groups.
     """
     skipped = Counter(str(name) for name in data.get("skip_instance_ids") or [])
     instances = []

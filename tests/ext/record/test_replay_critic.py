@@ -31,7 +31,7 @@ def run(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--step", "2", "--pdb"), "has a critic, which takes its steps in processes of its own; drop --pdb"),
+        (("--step", "2", "--pdb"), "has a critic, which takes its steps in separate processes; drop --pdb"),
         (("--step", "2", "--sample", "0"), "drop --pdb, --micro-batch and --sample"),
         (("--step", "2", "--save-checkpoint"), "would write over the critic's in /mine, .*config-path roles.yaml"),
         (("--step", "3", "--set", "lr=1"), "would write over the critic's in /mine"),

@@ -161,7 +161,7 @@ SAVES = (
     Broken(
         mistake="saves into the reference",
         flags="--save $folder/model --save-interval 5",
-        says=("--save", "--hf-checkpoint", "folder of its own"),
+        says=("--save", "--hf-checkpoint", "another folder"),
     ),
     Broken(
         mistake="saves below a file",

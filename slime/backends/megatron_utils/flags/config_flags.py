@@ -166,7 +166,7 @@ NOT_FLAGS: dict[str, str] = {
     ),
     "batch_p2p_comm": "follows --overlap-p2p-comm",
     "deallocate_pipeline_outputs": "always on: a stage's output lives on at the next one",
-    "mtp_standalone": "set by megatron-core where an MTP layer has a stage of its own",
+    "mtp_standalone": "set by megatron-core where an MTP layer has its own stage",
     "variable_seq_lengths": "always on: micro-batches are packed to different lengths",
     "async_tensor_model_parallel_allreduce": "deprecated in megatron-core, without effect",
     "moe_extended_tp": "deprecated in megatron-core, without effect",

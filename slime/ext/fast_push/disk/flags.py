@@ -93,7 +93,7 @@ def check_disk_push(args: Namespace) -> Iterator[str]:
     }
     for flag, path in others.items():
         if path is not None and Path(path).resolve() == shared:
-            yield f"--update-weight-disk-dir and {flag} are both {path}; give the versions a folder of their own."
+            yield f"--update-weight-disk-dir and {flag} are both {path}; give the versions another folder."
 
 
 _OF_DISK = (

@@ -78,7 +78,7 @@ class LocalCopy:
         self.folder, self.source, self.model = Path(folder), Path(source), Path(model)
         self.timeout_s, self.workers = timeout_s, workers
         if self.folder.resolve() in (self.model.resolve(), self.source.resolve()):
-            raise ConfigError(f"{LOCAL_FLAG} is {folder}, which is a source of weights; give a folder of its own")
+            raise ConfigError(f"{LOCAL_FLAG} is {folder}, which is a source of weights; name another folder")
         self._state_file = self.folder / STATE_FOLDER / "state.json"
 
     def pull(self, target: int, *, rebuild: bool = False) -> PullReport:

@@ -70,7 +70,7 @@ def test_weights_may_travel_over_disk(words: str, others: dict[str, Any]) -> Non
         (
             f"{DISK} --update-weight-local-checkpoint-dir /shared/versions",
             {},
-            "give the versions a folder of their own",
+            "give the versions another folder",
         ),
         ("--update-weight-disk-dir /v", {}, "--update-weight-disk-dir /v has no effect without"),
         ("--update-weight-disk-keep-files", {}, "-keep-files has no effect without --update-weight-transport disk"),
