@@ -241,7 +241,7 @@ BATCHES = (
         mistake="responses longer than a micro-batch",
         flags="--use-dynamic-batch-size --max-tokens-per-gpu 4096 --context-parallel-size 2 "
         "--rollout-max-response-len 32768",
-        says=("--rollout-max-response-len 32768", "--max-tokens-per-gpu 4096", "8192", "of its own"),
+        says=("--rollout-max-response-len 32768", "--max-tokens-per-gpu 4096", "8192", "a larger micro-batch"),
         error=None,
     ),
     Broken(
