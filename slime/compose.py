@@ -94,7 +94,7 @@ def parts(args: Namespace) -> Parts:
     given = {flag: kind(vars(args)[flag]) for flag, kind in OUTPUTS.items() if vars(args).get(flag) is not None}
     outputs: dict[str, str | Path] = {flag_of(flag): place for flag, place in given.items()}
     observers: tuple[Part, ...] = ()
-    trains = vars(args).get("save") and not (args.debug_train_only or args.debug_rollout_only)
+    trains = args.save and not (args.debug_train_only or args.debug_rollout_only)
     if trains and not vars(args).get("no_rollout_ledger", True):
         from slime.ext.ledger.flags import ledger_folder
 

@@ -56,10 +56,10 @@ BATCH_KEYS = (
 
 def guides_of(args: Namespace) -> list[Any]:
     """Distillation guides of the variant."""
-    from slime.compose import parts
+    from slime.compose import GUIDES, chosen
     from slime.ray.parts import load_all
 
-    return [guide(args) for guide in load_all(parts(args).guides)]
+    return [guide(args) for guide in load_all(chosen(args, GUIDES))]
 
 
 def rollout_of_this_rank(
