@@ -6,7 +6,7 @@ import inspect
 import logging
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -83,13 +83,22 @@ def _needing_gradient(module: torch.nn.Module, inputs: tuple[Any, ...], output: 
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
+def _named_in_whole_model(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield a stage's parameters, under names that count layers over all pipeline stages."""
+    for name, parameter in chunk.named_parameters():
+        if match := re.match(r"(.*\bdecoder\.layers)\.(\d+)(\..*)", name):
+            layer = chunk.get_submodule(f"{match[1]}.{match[2]}")
+            name = f"{match[1]}.{getattr(layer, 'layer_number', int(match[2]) + 1) - 1}{match[3]}"
+        yield name, parameter
+
+
 def freeze_parameters(
     model: torch.nn.Module, *, only_train: Iterable[str] | None = None, freeze: Iterable[str] | None = None
 ) -> None:
-    """Freeze parameters by regular expressions over their names."""
+    """Freeze parameters by regular expressions over their names in the whole model."""
     only_train, freeze = list(only_train or ()), list(freeze or ())
     is_tied = getattr(model, "share_embeddings_and_output_weights", False)
-    for name, parameter in model.named_parameters():
+    for name, parameter in _named_in_whole_model(model):
         if is_tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"  # this is its copy: both must be trained, or neither
         is_left_out = only_train and not any(re.search(pattern, name) for pattern in only_train)
@@ -109,7 +118,7 @@ def check_trained_parameters(
     """
     if not only_train and not freeze:
         return
-    names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
+    names = [name for chunk in chunks for name, _ in _named_in_whole_model(chunk)]
     own = {pattern for pattern in (*only_train, *freeze) if any(re.search(pattern, name) for name in names)}
     is_trained = any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters())
     everyone = gather_objects((own, is_trained))

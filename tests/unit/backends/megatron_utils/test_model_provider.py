@@ -175,6 +175,15 @@ def test_a_tied_weight_is_frozen_by_one_name_on_the_first_and_on_the_last_stage(
         assert stage["output_layer"].weight.requires_grad is trains
 
 
+def test_layers_are_frozen_by_their_numbers_in_the_whole_model() -> None:
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(2)])
+    for number, layer in enumerate(layers, 3):  # the second stage of two: layers 2 and 3 of the model
+        layer.layer_number = number  # type: ignore[assignment]
+    stage = torch.nn.ModuleDict({"decoder": torch.nn.ModuleDict({"layers": layers})})
+    freeze_parameters(stage, freeze=[r"layers\.0\.", r"layers\.3\."])
+    assert [layer.weight.requires_grad for layer in layers] == [True, False]
+
+
 def test_a_pattern_without_a_parameter_is_told_and_a_model_without_trained_parameters_is_refused(caplog) -> None:
     for flag in ("--freeze-params-name-list", "--only-train-params-name-list"):
         args = parse(*DENSE, flag, "mlp", "mpl")
