@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import importlib.util
 import logging
+import math
 import os
 import string
 from argparse import Namespace
@@ -346,6 +347,14 @@ def _check_epochs(args: Namespace, num_rows: int) -> None:
             f"--num-epoch {args.num_epoch} gives no rollout: --prompt-data has {num_rows} prompts, fewer than "
             f"--rollout-batch-size {args.rollout_batch_size}. Use a smaller batch, more data or --num-rollout."
         )
+    wanted, taken = num_rows * args.num_epoch, rollouts * args.rollout_batch_size
+    if taken < wanted:
+        logger.warning(
+            "--num-epoch %d takes %d of %d prompts: an epoch of %d prompts counts as %d whole rollouts of "
+            "--rollout-batch-size %d. --num-rollout %d takes them all.",
+            args.num_epoch, taken, wanted, num_rows, rollouts // args.num_epoch, args.rollout_batch_size,
+            math.ceil(wanted / args.rollout_batch_size),
+        )  # fmt: skip
     schedule = BackendFlags.of(args)
     warmup = schedule.lr_warmup_iters
     if not args.global_batch_size or schedule.lr_decay_iters or args.debug_rollout_only:

@@ -272,6 +272,13 @@ BATCHES = (
         says=("--num-epoch 3", "40 prompts", "--rollout-batch-size 64"),
     ),
     Broken(
+        mistake="epochs that leave prompts out",
+        without=("--num-rollout",),
+        flags="--num-epoch 3",
+        says=("--num-epoch 3 takes 96 of 120 prompts", "40 prompts", "--rollout-batch-size 32", "--num-rollout 4"),
+        error=None,
+    ),
+    Broken(
         mistake="a warm-up longer than the run",
         flags="--lr-decay-style linear --lr-warmup-iters 100",
         says=("warms up for 100 of 100", "--lr-warmup-iters", "--num-rollout"),
