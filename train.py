@@ -22,7 +22,7 @@ def train(args: Namespace) -> None:
     job = start_job(args)  # reserves GPUs, starts engines and trainers, does the first weight push
 
     if args.num_rollout == 0 and args.eval_interval is not None:
-        job.evaluate_loaded()
+        job.evaluate()
 
     for rollout_id in range(args.start_rollout_id, args.num_rollout):
         if args.eval_interval is not None and rollout_id == 0 and not args.skip_eval_before_train:

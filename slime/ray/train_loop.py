@@ -184,15 +184,16 @@ class TrainJob:
         self._on_shared_gpus("push", "onload_kv")
         event("push", seconds=round(Timer().seconds("push"), 3))
 
-    def evaluate(self, rollout_id: int) -> None:
-        """Evaluate the current policy on the evaluation sets."""
-        self._wait_for_engines("eval", self.manager.eval.remote(rollout_id), what="the evaluation")
+    def evaluate(self, rollout_id: int | None = None) -> None:
+        """Evaluate the current policy on the evaluation sets.
 
-    def evaluate_loaded(self) -> None:
-        """Evaluate the loaded weights and print the line of the step that made them, 0 for weights not yet trained."""
-        last = self.args.start_rollout_id - 1
-        self.evaluate(max(last, 0))
-        print(self._step_line.line(last, compute_rollout_step(self.args, last)), flush=True)
+        Without ``rollout_id``, evaluate the loaded weights and print the line of the step that made them: 0 for
+        weights not yet trained.
+        """
+        last = self.args.start_rollout_id - 1 if rollout_id is None else rollout_id
+        self._wait_for_engines("eval", self.manager.eval.remote(max(last, 0)), what="the evaluation")
+        if rollout_id is None:
+            print(self._step_line.line(last, compute_rollout_step(self.args, last)), flush=True)
 
     def evaluate_if_due(self, rollout_id: int) -> None:
         """Evaluate if ``--eval-interval`` is due; with background evaluation, only start it."""
