@@ -69,16 +69,15 @@ def test_a_checkpoint_that_lost_them_is_named_at_every_push(folder: Path) -> Non
 
 def test_sglang_notes_a_sleep_when_the_weights_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.managers.scheduler_components import weight_updater
-    from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from slime.backends.sglang_utils import sglang_plugin as core
-
-    core.register()
+    registered: list[tuple[str, Any, str]] = []
+    monkeypatch.setattr(sglang_plugin, "register_hooks", registered.extend)
     sglang_plugin.register()
-    HookRegistry.apply_hooks()
+    (target,) = (target for target, hook, kind in registered if (hook, kind) == (note_sleep, "after"))
+    module, name = target.rsplit(".", 1)
+    assert module == weight_updater.__name__
     model = Model()
-    model.scale = torch.tensor(0.5)
     state = weight_updater._export_static_state(model)
-    model.scale.fill_(0)
-    weight_updater._import_static_state(model, state)
-    assert vars(model)["_slime_has_slept"] and model.scale == 0.5
+    note_sleep(getattr(weight_updater, name)(model, state), model, state)
+    restore_kept(model, ())
+    assert vars(model)["_slime_has_slept"]

@@ -58,11 +58,14 @@ def test_a_job_of_no_rollouts_evaluates_and_prints_the_step_of_the_checkpoint(
     job.args = Namespace(num_rollout=0, start_rollout_id=start, eval_interval=20, wandb_always_use_train_step=False)
     job._step_line = StepLine(path, num_rollout=0)
 
-    def evaluate(rollout_id):
+    calls = []
+
+    def evaluate(step, rollout_id, **_):
+        calls.append(rollout_id)
         append_record(path, {"eval/step": rollout_id, "eval/held_out": 0.5, "perf/time_eval_s": 1.5})
 
-    calls = []
-    monkeypatch.setattr(job, "evaluate", lambda rollout_id: (calls.append(rollout_id), evaluate(rollout_id)))
+    job.manager = Namespace(eval=Namespace(remote=lambda rollout_id: rollout_id))
+    monkeypatch.setattr(job, "_wait_for_engines", evaluate)
     monkeypatch.setattr(job, "finish", lambda: calls.append("finish"))
     monkeypatch.setattr(train, "start_job", lambda args: job)
     train.train(job.args)

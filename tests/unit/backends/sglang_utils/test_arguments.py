@@ -31,7 +31,7 @@ def parser():
     parser.set_defaults(
         use_rollout_routing_replay=False, rollout_external=False, rollout_top_p=1.0, eval_in_background=False,
         offload_train_if_needed=False, debug_rollout_only=False, debug_train_only=False, push_sends_model=True,
-        fp16=False, bf16=True, fp32=False,
+        weight_loaders=[], fp16=False, bf16=True, fp32=False,
     )  # fmt: skip
     add_sglang_arguments(parser)
     return parser
