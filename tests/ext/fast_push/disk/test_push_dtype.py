@@ -101,7 +101,8 @@ def test_an_fp32_job_loses_nothing_of_a_step_to_a_bf16_checkpoint(
     job = Job(tmp_path, checkpoint="bfloat16", trainer="float32", engine="")
     job.updater.push()
     before = job.engine.held[NORM]
-    with caplog.at_level(logging.DEBUG):
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG), caplog.at_level(logging.DEBUG, logger="slime.ext.fast_push.push"):
         job.step(1e-5)
         report = job.updater.push()
         job.updater.resend()
